@@ -1,0 +1,1 @@
+"""Evaluation of KVShare: prompts, measurements and their reports."""

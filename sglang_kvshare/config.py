@@ -1,0 +1,229 @@
+"""The one frozen configuration and its one merge point.
+
+Order of precedence: command line > environment (``KVSHARE_*``) > YAML file > default.
+An unknown key is an error that names the nearest known one, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ENV_PREFIX = "KVSHARE_"
+#: Environment names with the prefix that are no configuration keys.
+ENV_SWITCH = "KVSHARE"
+ENV_FILE = "KVSHARE_CONFIG"
+ENV_RESOLVED = "KVSHARE_RESOLVED"
+
+REUSE_MODES = ("off", "exact_prefix", "approximate")
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot be used; the message names the field."""
+
+
+def _option(default: Any, doc: str, **rules: Any) -> Any:
+    """A dataclass field with its documentation and its bounds (``low``, ``high``, ``choices``)."""
+    return field(default=default, metadata={"doc": doc, **rules})
+
+
+@dataclass(frozen=True)
+class KVShareConfig:
+    """Settings of one server; every field is a CLI flag, an environment variable and a YAML key.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of its bounds.
+    """
+
+    reuse: str = _option(
+        "approximate",
+        "What a request that does not say gets: nothing from the cache, stock SGLang's exact "
+        "prefix, or cached passages at any position as well.",
+        choices=REUSE_MODES,
+    )
+    selector: str = _option(
+        "seams",
+        "Which reused tokens are recomputed all the same (see docs/how-it-works.md).",
+        choices=("seams",),
+    )
+    recompute_ratio: float = _option(
+        0.05,
+        "Share of every span's tokens that is recomputed. 0 recomputes none of them, not even "
+        "the seams; 1 recomputes all.",
+        low=0.0,
+        high=1.0,
+    )
+    seam_tokens: int = _option(
+        8,
+        "Tokens at the start of every span that are recomputed when recompute_ratio is above 0.",
+        low=0,
+        high=4096,
+    )
+    tail_tokens: int = _option(
+        8,
+        "Tokens at the end of the prompt that are recomputed when recompute_ratio is above 0. "
+        "The very last one always is.",
+        low=0,
+        high=4096,
+    )
+    min_run_tokens: int = _option(
+        16,
+        "Shortest run of equal tokens that is reused; also the window of the rolling hash.",
+        low=4,
+        high=1024,
+    )
+    min_saved_tokens: int = _option(
+        32,
+        "A plan that spares fewer rows than this is dropped: short prompts gain nothing.",
+        low=1,
+        high=1_000_000,
+    )
+    max_donors_per_window: int = _option(
+        8,
+        "How many cached places of one window are looked at, the most recent first.",
+        low=1,
+        high=64,
+    )
+    narrow_layer: int = _option(
+        0,
+        "First layer that runs for the selected and the new rows only; the layers before it "
+        "run for every row and keep their fresh keys and values.",
+        low=0,
+        high=1024,
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            _check(spec, getattr(self, spec.name))
+
+    def to_json(self) -> str:
+        """One line that :func:`from_json` reads back in a child process."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def option_fields() -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of the configuration in order, each with ``metadata['doc']``."""
+    return dataclasses.fields(KVShareConfig)
+
+
+def cli_flag(name: str) -> str:
+    """``recompute_ratio`` -> ``--kvshare-recompute-ratio``."""
+    return "--kvshare-" + name.replace("_", "-")
+
+
+def from_json(text: str) -> KVShareConfig:
+    """Read what :meth:`KVShareConfig.to_json` wrote."""
+    return KVShareConfig(**json.loads(text))
+
+
+def resolve(
+    *,
+    cli: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    yaml_path: str | Path | None = None,
+) -> KVShareConfig:
+    """Merge all sources into one configuration.
+
+    Args:
+        cli: values by field name; ``None`` means not given on the command line.
+        env: the process environment; only ``KVSHARE_*`` is read.
+        yaml_path: a YAML mapping of field names to values; falls back to ``KVSHARE_CONFIG``.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, value out of bounds.
+    """
+    env = env or {}
+    merged: dict[str, Any] = {}
+    path = yaml_path or env.get(ENV_FILE)
+    if path:
+        merged.update(_from_yaml(Path(path)))
+    merged.update(_from_env(env))
+    merged.update({key: value for key, value in (cli or {}).items() if value is not None})
+    known = {spec.name for spec in option_fields()}
+    for key in merged:
+        if key not in known:
+            raise ConfigError(_unknown(key, known, "KVShare configuration"))
+    return KVShareConfig(**merged)
+
+
+def switched_on(env: Mapping[str, str]) -> bool:
+    """Whether ``KVSHARE`` asks for KVShare (``1``, ``true``, ``yes``, ``on``).
+
+    Raises:
+        ConfigError: any other non-empty value that is not a plain no.
+    """
+    value = env.get(ENV_SWITCH, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{ENV_SWITCH}={value!r}: use 1 to switch KVShare on or 0 to leave it off")
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read KVShare configuration {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a mapping of settings, not a {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    specs = {spec.name: spec for spec in option_fields()}
+    found: dict[str, Any] = {}
+    for name, text in env.items():
+        if not name.startswith(ENV_PREFIX) or name in (ENV_FILE, ENV_RESOLVED):
+            continue
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if key not in specs:
+            known = {ENV_PREFIX + known_name.upper() for known_name in specs} | {ENV_FILE}
+            raise ConfigError(_unknown(name, known, "environment variable"))
+        found[key] = _parse(specs[key], text)
+    return found
+
+
+def _parse(spec: dataclasses.Field[Any], text: str) -> Any:
+    kind = type(spec.default)
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{ENV_PREFIX}{spec.name.upper()}={text!r} is not {_named(kind)}"
+        ) from error
+
+
+def _check(spec: dataclasses.Field[Any], value: Any) -> None:
+    kind = type(spec.default)
+    # An int is a fine float; a bool is neither a number nor a string here.
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or isinstance(value, bool):
+        raise ConfigError(f"{spec.name}={value!r} is not {_named(kind)}")
+    choices = spec.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{spec.name}={value!r}: allowed are {', '.join(choices)}")
+    low, high = spec.metadata.get("low"), spec.metadata.get("high")
+    if low is not None and not low <= value <= high:
+        raise ConfigError(f"{spec.name}={value!r}: allowed are values from {low} to {high}")
+
+
+def _named(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a text"}[kind]
+
+
+def _unknown(key: str, known: set[str], what: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} key {key!r}{hint}"

@@ -1,0 +1,173 @@
+"""One forward with reuse: place the donors' values, then run the extend narrowed.
+
+Seam: ``TpModelWorker.forward_batch_generation``, which the scheduler calls on the forward stream:
+a copy enqueued here runs after the donor's own write and before this extend.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine.admission import settle
+from sglang_kvshare.engine.narrowing import KeptRows, narrowed
+from sglang_kvshare.engine.placement import DonorCopy, Placer
+from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.engine.support import check_model, decoder_layers
+from sglang_kvshare.plan import Placement
+
+logger = logging.getLogger(__name__)
+
+#: A slot of the pool's padding page: what is written there is never read.
+PADDING_SLOT = 0
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    placer: Placer
+    first_layer: int
+
+
+def prepare_worker(worker: Any, config: KVShareConfig) -> None:
+    """Check the loaded model and keep what every forward needs.
+
+    Raises:
+        Unsupported: see :func:`sglang_kvshare.engine.support.check_model`.
+    """
+    runner = worker.model_runner
+    check_model(runner.model, runner.token_to_kv_pool)
+    if str(runner.device) != "cpu":
+        logger.warning("KVShare has been tried on CPUs only; this device is %s", runner.device)
+    # At least one layer is narrowed, or nothing would be spared.
+    first_layer = min(config.narrow_layer, len(decoder_layers(runner.model)) - 1)
+    placer = Placer(runner.token_to_kv_pool, runner.model, first_layer)
+    worker.kvshare_parts = WorkerParts(placer, first_layer)
+
+
+def forward_batch_generation(
+    original: Any, self: Any, batch: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook of ``TpModelWorker.forward_batch_generation``."""
+    parts: WorkerParts | None = getattr(self, "kvshare_parts", None)
+    if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
+        return original(self, batch, *args, **kwargs)
+    kept = _place_or_miss(parts, batch)
+    if kept is None:
+        return original(self, batch, *args, **kwargs)
+    with narrowed(self.model_runner, kept, parts.first_layer):
+        return original(self, batch, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The part of one request's placement that falls into this batch."""
+
+    state: RequestState
+    placement: Placement
+    row: int  # first row of the request in the batch
+    start: int  # position of that row
+
+
+def _place_or_miss(parts: WorkerParts, batch: Any) -> KeptRows | None:
+    """A fault here is a miss: every row runs, and overwrites whatever was placed."""
+    try:
+        return _place(parts, batch)
+    except Exception:
+        logger.exception("KVShare could not place donors; the batch is computed in full")
+        for req in batch.reqs:
+            if (state := state_of(req)) is not None:
+                batch.tree_cache.release(state)
+        return None
+
+
+def _place(parts: WorkerParts, batch: Any) -> KeptRows | None:
+    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses."""
+    chunks: list[_Chunk] = []
+    row, reusing = 0, False
+    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        state = state_of(req)
+        if state is not None and state.placement is not None:
+            reusing = True
+            part = state.placement.within(start, start + count)
+            chunks.append(_Chunk(state, part, row, start))
+        row += count
+    if reusing:
+        _copy(parts, batch, chunks)
+        kept = _kept_rows(batch, chunks, row)
+    cache = batch.tree_cache
+    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        state = state_of(req)
+        if state is not None and not state.reported:
+            finished = start + count >= len(req.full_untruncated_fill_ids)
+            settle(state, finished=finished)
+    for chunk in chunks:
+        placement = chunk.state.placement
+        if placement is not None and _is_placed(placement, chunk):
+            cache.release(chunk.state)
+    return kept if reusing else None
+
+
+def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
+    device = batch.out_cache_loc.device
+    rows = [chunk.placement.positions + (chunk.row - chunk.start) for chunk in chunks]
+
+    def joined(arrays: list[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+
+    targets = batch.out_cache_loc.index_select(0, joined(rows)).to(torch.int64)
+    if targets.shape[0]:
+        parts.placer.place(
+            DonorCopy(
+                source_slots=joined([chunk.placement.slots for chunk in chunks]),
+                target_slots=targets,
+                source_positions=joined([chunk.placement.sources for chunk in chunks]),
+                target_positions=joined([chunk.placement.positions for chunk in chunks]),
+            )
+        )
+    for chunk in chunks:
+        placed = chunk.placement
+        chunk.state.placed_tokens += placed.reused_tokens
+        if placed.exact_until is not None and chunk.state.exact_until is None:
+            chunk.state.exact_until = placed.exact_until
+
+
+def _kept_rows(batch: Any, chunks: list[_Chunk], total_rows: int) -> KeptRows:
+    keep = np.ones(total_rows, dtype=np.bool_)
+    for chunk in chunks:
+        keep[chunk.placement.positions + (chunk.row - chunk.start)] = False
+    extends = np.asarray(batch.extend_lens, dtype=np.int64)
+    ends = np.cumsum(extends)
+    # A chunk that is spared as a whole still needs one row to carry it through the layers. Its
+    # logits are dropped, and its KV goes to the padding page: the placed values stay.
+    kept_counts = np.add.reduceat(keep, ends - extends)
+    carriers = ends[kept_counts == 0] - 1
+    keep[carriers] = True
+    rows = np.flatnonzero(keep)
+    starts = np.asarray(batch.prefix_lens, dtype=np.int64)
+    offsets = np.repeat(starts - (ends - extends), extends)
+    device = batch.out_cache_loc.device
+    row_index = torch.from_numpy(rows).to(device, non_blocking=True)
+    cache_loc = batch.out_cache_loc.index_select(0, row_index)
+    if carriers.shape[0]:
+        at = torch.from_numpy(np.searchsorted(rows, carriers)).to(device)
+        cache_loc = cache_loc.index_fill(0, at, PADDING_SLOT)
+    return KeptRows(
+        rows=row_index,
+        positions=torch.from_numpy(rows + offsets[rows]).to(device, non_blocking=True),
+        cache_loc=cache_loc,
+        counts=np.maximum(kept_counts, 1).tolist(),
+        extend_counts=extends.tolist(),
+    )
+
+
+def _is_placed(placement: Placement, chunk: _Chunk) -> bool:
+    """Whether nothing of the plan lies beyond this chunk."""
+    if not placement.reused_tokens:
+        return True
+    part = chunk.placement
+    return bool(part.reused_tokens) and part.positions[-1] == placement.positions[-1]

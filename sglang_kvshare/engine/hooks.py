@@ -1,0 +1,83 @@
+"""The hooks of an active KVShare, in one list; each is a function of the module that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_kvshare.engine.seams import check_hooked
+
+Hook = tuple[str, Callable[..., Any]]
+
+
+def hooks() -> tuple[Hook, ...]:
+    """(target, function), every one of the kind AROUND."""
+    from sglang_kvshare.engine import admission, forward, report, requests
+
+    srt = "sglang.srt."
+    return (
+        (srt + "sampling.sampling_params.SamplingParams.verify", requests.verify),
+        (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
+        (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
+        (
+            srt + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+            forward.forward_batch_generation,
+        ),
+        (
+            srt + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+            ".get_cached_tokens_details",
+            report.cached_tokens_details,
+        ),
+    )
+
+
+def http_hooks() -> tuple[Hook, ...]:
+    """Hooks of the process that serves HTTP; their modules are heavy to import elsewhere."""
+    from sglang_kvshare.engine import report, requests
+
+    entry = "sglang.srt.entrypoints."
+    return (
+        (entry + "http_server.serve_generate_request", requests.serve_generate),
+        (entry + "openai.serving_base.OpenAIServingBase.handle_request", requests.handle_openai),
+        (entry + "openai.utils.cached_tokens_details_from_dict", report.openai_details),
+    )
+
+
+def install() -> None:
+    """Register the tree cache and all hooks, and apply them. Safe to call again."""
+    from sglang.srt.mem_cache.registry import (
+        get_radix_cache_factory,
+        register_radix_cache_backend,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_kvshare.engine.activation import BACKEND
+    from sglang_kvshare.engine.tree_cache import build_tree_cache
+
+    if get_radix_cache_factory(BACKEND) is None:
+        register_radix_cache_backend(BACKEND, build_tree_cache)
+    _register(hooks())
+    HookRegistry.apply_hooks()
+
+
+def install_http() -> None:
+    """The hooks of the HTTP process; called when the server is about to be launched."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _register(http_hooks())
+    HookRegistry.apply_hooks()
+    verify(http_hooks())
+
+
+def verify(expected: tuple[Hook, ...] | None = None) -> None:
+    """Raise unless every hook stands in this process (see :func:`check_hooked`)."""
+    for target, function in hooks() if expected is None else expected:
+        check_hooked(target, function)
+
+
+def _register(wanted: tuple[Hook, ...]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function in wanted:
+        if not any(known is function for _, known, _ in HookRegistry._hooks.get(target, ())):
+            HookRegistry.register(target, function, HookType.AROUND)

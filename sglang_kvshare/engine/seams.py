@@ -1,0 +1,195 @@
+"""Every symbol of SGLang that KVShare leans on, with the signature it was tested with.
+
+SGLang only logs a hook that it cannot apply, so that the table is checked here: all signatures
+before the arguments are resolved, and in the scheduler process that each hook stands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+TESTED_VERSION = "0.5.23"
+
+
+class SeamError(RuntimeError):
+    """SGLang is not as expected; the message names the symbol and both versions."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """``parameters``: names in order, or ``None`` for a symbol that is no function."""
+
+    symbol: str
+    parameters: str | None
+    why: str
+
+
+_SRT = "sglang.srt."
+SEAMS = (
+    # Command line and start-up
+    Seam(_SRT + "server_args.ServerArgs.add_cli_args", "parser", "flags"),
+    Seam(_SRT + "server_args.ServerArgs.from_cli_args", "args", "flags"),
+    Seam(_SRT + "server_args.ServerArgs.resolve_once", "self", "tree cache choice, refusals"),
+    Seam(_SRT + "arg_groups.overrides.resolving_view", "server_args", "resolved arguments"),
+    Seam(_SRT + "platforms.interface.SRTPlatform", None, "plain CPU platform"),
+    Seam(_SRT + "platforms.cpu.CpuDeviceMixin", None, "plain CPU platform"),
+    # Requests and responses
+    Seam(_SRT + "sampling.sampling_params.SamplingParams.verify", "self, vocab_size", "HTTP 400"),
+    Seam(
+        _SRT + "entrypoints.http_server.serve_generate_request",
+        "obj, request",
+        "HTTP 400 for streams",
+    ),
+    Seam(
+        _SRT + "entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "self, request, raw_request",
+        "HTTP 400 for streams",
+    ),
+    Seam(
+        _SRT + "entrypoints.openai.utils.cached_tokens_details_from_dict",
+        "details",
+        "report in OpenAI responses",
+    ),
+    Seam(
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".get_cached_tokens_details",
+        "self, req",
+        "report",
+    ),
+    Seam(
+        _SRT + "managers.scheduler.Scheduler._create_generation_req",
+        "self, recv_req, args, kwargs",
+        "per-request state",
+    ),
+    # Tree cache
+    Seam(
+        _SRT + "mem_cache.registry.register_radix_cache_backend", "name, factory", "tree cache"
+    ),
+    Seam(_SRT + "mem_cache.registry.TreeCacheBuildContext", None, "tree cache"),
+    Seam(_SRT + "mem_cache.radix_cache.RadixCache.reset", "self", "run index"),
+    Seam(_SRT + "mem_cache.radix_cache.RadixCache.match_prefix", "self, params", "reuse=off"),
+    Seam(
+        _SRT + "mem_cache.radix_cache.RadixCache._insert_helper",
+        "self, node, key, value, priority, inserted_len",
+        "run index",
+    ),
+    Seam(
+        _SRT + "mem_cache.radix_cache.RadixCache._split_node",
+        "self, key, child, split_len",
+        "run index",
+    ),
+    Seam(_SRT + "mem_cache.radix_cache.RadixCache._delete_leaf", "self, node", "run index"),
+    Seam(_SRT + "mem_cache.radix_cache.RadixCache.evict", "self, params", "donor locks"),
+    Seam(
+        _SRT + "mem_cache.radix_cache.RadixCache.checkpoint",
+        "self, req, up_to",
+        "publish exact KV only",
+    ),
+    Seam(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache.lock", "self, node", "donor locks"),
+    Seam(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache.unlock", "self, lock", "donor locks"),
+    Seam(
+        _SRT + "mem_cache.base_prefix_cache.BasePrefixCache.on_release",
+        "self, req, checkpointed",
+        "donor locks",
+    ),
+    # Admission
+    Seam(
+        _SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "self", "plan at admission"
+    ),
+    Seam(
+        _SRT + "managers.schedule_policy.PrefillAdder.add_one_req",
+        "self, req, has_chunked_req, truncation_align_size",
+        "plan at admission",
+    ),
+    # Forward
+    Seam(
+        _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, "
+        "capture_hidden_mode, return_kv_loc_plan",
+        "placement and narrowing on the forward stream",
+    ),
+    Seam(_SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"),
+    Seam(_SRT + "model_executor.forward_context.ForwardContext", None, "attention"),
+    Seam(
+        _SRT + "layers.attention.base_attn_backend.AttentionBackend.forward",
+        "self, q, k, v, layer, forward_batch, save_kv_cache, kwargs",
+        "attention",
+    ),
+    Seam(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+        "self, layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override",
+        "narrowed attention writes KV",
+    ),
+    Seam(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer",
+        "self, layer_id",
+        "placement",
+    ),
+    Seam(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.get_value_buffer",
+        "self, layer_id",
+        "placement",
+    ),
+    Seam(
+        _SRT + "layers.layer_boundary.residual.batch.to_pp",
+        "hidden_states, forward_batch",
+        "narrowing between layers",
+    ),
+    Seam(
+        _SRT + "layers.layer_boundary.stage.StageBoundary.from_pp",
+        "self, tensors, forward_batch, allow_missing_residual",
+        "narrowing between layers",
+    ),
+    Seam(
+        _SRT + "layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache",
+        "self",
+        "fp32 rotation table",
+    ),
+)
+
+
+def check_seams(seams: Iterable[Seam] = SEAMS) -> None:
+    """Compare every seam with the installed SGLang.
+
+    Raises:
+        SeamError: the first symbol that is missing or has another signature.
+    """
+    for seam in seams:
+        try:
+            symbol = pkgutil.resolve_name(seam.symbol)
+        except (ImportError, AttributeError) as error:
+            raise SeamError(_mismatch(seam, f"is missing ({error})")) from error
+        if seam.parameters is None:
+            continue
+        found = ", ".join(inspect.signature(inspect.unwrap(symbol)).parameters)
+        # A bound classmethod has no `cls`, an unwrapped hook on one has.
+        if found.removeprefix("cls, ") != seam.parameters:
+            raise SeamError(_mismatch(seam, f"takes ({found}), expected ({seam.parameters})"))
+
+
+def check_hooked(target: str, hook: Callable[..., Any]) -> None:
+    """Prove that ``hook`` stands on ``target`` in this process.
+
+    Raises:
+        SeamError: SGLang logged a failure to apply it, or another plug-in replaced it.
+    """
+    function = pkgutil.resolve_name(target)
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return
+        function = getattr(function, "__wrapped__", None)
+    raise SeamError(f"the hook on {target} is not in place (SGLang {version('sglang')})")
+
+
+def _mismatch(seam: Seam, finding: str) -> str:
+    return (
+        f"{seam.symbol} {finding}; installed is SGLang {version('sglang')}, "
+        f"tested with {TESTED_VERSION} (needed for: {seam.why})"
+    )

@@ -1,0 +1,204 @@
+"""SGLang's radix cache with a run index over its contents.
+
+Seams: ``register_radix_cache_backend``, and the four structural mutators of ``RadixCache``
+(``_insert_helper``, ``_split_node``, ``_delete_leaf``, ``reset``), through which the index stays
+coherent; ``checkpoint`` publishes exact KV only; ``evict`` gives way when memory runs short.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine.activation import active_config
+from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.matching.namespace import Namespace
+from sglang_kvshare.matching.planner import plan_reuse
+from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.plan import Int64Array, Placement, ReusePlan
+
+logger = logging.getLogger(__name__)
+
+
+def build_tree_cache(ctx: TreeCacheBuildContext) -> KVShareRadixCache:
+    """Factory of the backend ``kvshare``; the first of our code that sees the loaded model.
+
+    Raises:
+        SeamError: a hook does not stand in this process.
+        Unsupported: the model, its RoPE or its KV pool is not served.
+    """
+    from sglang_kvshare.engine import hooks
+    from sglang_kvshare.engine.forward import prepare_worker
+    from sglang_kvshare.engine.seams import check_seams
+
+    config = active_config()
+    if config is None:
+        raise RuntimeError("--radix-cache-backend kvshare needs --kvshare")
+    check_seams()
+    hooks.verify()
+    prepare_worker(ctx.tp_worker, config)
+    logger.info("KVShare is on: %s", config.to_json())
+    return KVShareRadixCache(ctx.params, config)
+
+
+class KVShareRadixCache(RadixCache):
+    """Stock prefix behaviour, plus plans for what lies beyond the prefix.
+
+    Locks on donors are soft: they keep donors in the tree while anything else can be evicted, and
+    give way before an allocation would fail. A donor that is gone costs its tokens, not a request.
+    """
+
+    def __init__(self, params: Any, config: KVShareConfig) -> None:
+        self.config = config
+        allocator = params.token_to_kv_pool_allocator
+        # The pool has one page of padding before the first slot that is handed out.
+        self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
+        self._nodes: dict[int, TreeNode] = {}
+        self._holders: set[RequestState] = set()
+        super().__init__(params)
+
+    # --- the tree's structure, mirrored in the index ---------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        self.index.clear()
+        self._nodes.clear()
+        # The locked nodes are gone with the old tree; there is nothing to unlock.
+        for state in self._holders:
+            state.placement, state.donor_locks = None, []
+        self._holders.clear()
+
+    def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> Any:
+        matched_tokens, leaf = super()._insert_helper(node, key, value, *rest)
+        if leaf is not self.root_node and leaf.id not in self._nodes:
+            self._nodes[leaf.id] = leaf
+            parent = leaf.parent
+            parent_slot = -1 if parent is self.root_node else int(parent.value[-1])
+            self.index.insert(
+                leaf.id, _namespace(leaf.key), _tokens(leaf.key), _slots(leaf), parent_slot
+            )
+        return matched_tokens, leaf
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        self._nodes[upper.id] = upper
+        self.index.reassign(upper.id, _slots(upper))
+        return upper
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        self.index.remove(_slots(node))
+        del self._nodes[node.id]
+
+    # --- what a request may take and give ---------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        state = state_of(params.req) if params.req is not None else None
+        if state is not None and state.options.reuse == "off":
+            return self._empty_match_result
+        return super().match_prefix(params)
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publish what rests on computed values alone.
+
+            row   |-- prefix --|-- computed --|== placed ==|-- computed on placed --|
+                  0            P              exact_until                            n
+                               |<- published->|
+        """
+        state = state_of(req)
+        if state is not None:
+            if state.options.reuse == "off" and not req.finished():
+                # A checkpoint points the row at the tree's copy, which would be taking from it.
+                return
+            if state.exact_until is not None:
+                up_to = min(up_to, state.exact_until)
+                if up_to // self.page_size * self.page_size <= req.kv.cache_protected_len:
+                    return
+        super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def plan(self, req: Any) -> ReusePlan:
+        """Match a request beyond its prefix (``req.prefix_len``); changes nothing."""
+        tokens = _int64(req.full_untruncated_fill_ids)
+        namespace = Namespace(req.cache_salt, req.extra_key).encode()
+        return plan_reuse(
+            self.index,
+            tokens,
+            int(req.prefix_len),
+            namespace,
+            self.config.max_donors_per_window,
+        )
+
+    # --- donors -----------------------------------------------------------------------------
+
+    def hold(self, state: RequestState, placement: Placement) -> int:
+        """Keep the donors of ``placement`` in the tree until :meth:`release`.
+
+        Returns:
+            the number of distinct donor nodes.
+        """
+        self.release(state)
+        numbers = np.unique(self.index.nodes_of(placement.slots))
+        state.placement = placement
+        state.donor_locks = [self.lock(self._nodes[int(number)]) for number in numbers]
+        self._holders.add(state)
+        return len(state.donor_locks)
+
+    def release(self, state: RequestState) -> None:
+        """Let go of a request's donors; what was not placed yet is computed. Idempotent."""
+        locks, state.donor_locks, state.placement = state.donor_locks, [], None
+        self._holders.discard(state)
+        for lock in locks:
+            self.unlock(lock)
+
+    @property
+    def held_donor_locks(self) -> int:
+        return sum(len(state.donor_locks) for state in self._holders)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        if result.num_tokens_evicted < params.num_tokens and self._holders:
+            for state in list(self._holders):
+                self.release(state)
+            more = super().evict(EvictParams(params.num_tokens - result.num_tokens_evicted))
+            result = EvictResult(result.num_tokens_evicted + more.num_tokens_evicted)
+        return result
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        state = state_of(req)
+        if state is not None:
+            self.release(state)
+            state.exact_until = None
+
+
+def _namespace(key: RadixKey) -> bytes:
+    # `extra_key` holds the caller's key and the adapter, already apart (`Namespace.tree_key`).
+    return Namespace(key.cache_salt, key.extra_key).encode()
+
+
+def _tokens(key: RadixKey) -> Int64Array:
+    return _int64(key.raw_token_ids())
+
+
+def _slots(node: TreeNode) -> Int64Array:
+    return np.asarray(node.value.cpu().numpy(), dtype=np.int64)
+
+
+def _int64(tokens: array[int] | Iterable[int]) -> Int64Array:
+    """A copy: numpy must not keep SGLang's growing array from being resized."""
+    if isinstance(tokens, array):
+        return np.frombuffer(tokens, dtype=np.int64).copy()
+    return np.fromiter(tokens, dtype=np.int64)

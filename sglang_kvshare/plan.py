@@ -1,0 +1,153 @@
+"""Spans and reuse plans: the types that matching, recomputing and the engine speak in.
+
+    prompt    |-- prefix --|-- new --|==== span ====|-- new --|== span ==|- new -|
+    position  0            P         start        end                            n
+                                       ^ each span position is served by one donor slot
+
+A plan is a pure function of the prompt's tokens and of the index; it holds no reference to the
+cache, so that it stays valid as a value when its donors do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of prompt positions ``[start, start + length)`` matched to cached tokens.
+
+    Attributes:
+        start: first prompt position of the run.
+        source: position of the first donor token in the donor's own sequence.
+        slots: int64 ``[length]``, KV slot of each donor token, in order.
+        kind: ``exact_run`` (equal tokens, found by the run index).
+    """
+
+    start: int
+    source: int
+    slots: Int64Array
+    kind: str = "exact_run"
+
+    @property
+    def length(self) -> int:
+        return int(self.slots.shape[0])
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """What the cache offers to one prompt.
+
+    Attributes:
+        prompt_tokens: length ``n`` of the prompt.
+        prefix_tokens: length ``P`` of the exact prefix.
+        spans: in order of position, without overlap, all within ``[P, n - 1)``: the last token of
+            a prompt is always computed, since its logits are asked for.
+    """
+
+    prompt_tokens: int
+    prefix_tokens: int
+    spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        edge = self.prefix_tokens
+        for span in self.spans:
+            if span.start < edge or span.length == 0:
+                raise ValueError(f"span at {span.start} overlaps what ends at {edge}, or is empty")
+            edge = span.end
+        if self.spans and edge > self.prompt_tokens - 1:
+            raise ValueError(f"a span ends at {edge}, after the last token but one")
+
+    @property
+    def matched_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompt_tokens - self.prefix_tokens - self.matched_tokens
+
+    def positions(self) -> Int64Array:
+        """int64 ``[matched_tokens]``: the matched prompt positions, ascending."""
+        return _concat([np.arange(span.start, span.end, dtype=np.int64) for span in self.spans])
+
+    def sources(self) -> Int64Array:
+        """int64 ``[matched_tokens]``: the position each donor token had in its own sequence."""
+        return _concat(
+            [
+                np.arange(span.source, span.source + span.length, dtype=np.int64)
+                for span in self.spans
+            ]
+        )
+
+    def slots(self) -> Int64Array:
+        """int64 ``[matched_tokens]``: the KV slot of each donor token."""
+        return _concat([span.slots for span in self.spans])
+
+
+def _concat(parts: list[Int64Array]) -> Int64Array:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan after selection: which donor values are placed and which rows run.
+
+    Arrays are aligned with each other; ``n`` is the number of spared (not recomputed) tokens.
+
+    Attributes:
+        positions: int64 ``[n]``, ascending prompt positions whose rows are spared.
+        sources: int64 ``[n]``, donor positions (keys are rotated from there).
+        slots: int64 ``[n]``, donor slots.
+        recomputed_tokens: matched tokens that are computed all the same.
+    """
+
+    positions: Int64Array
+    sources: Int64Array
+    slots: Int64Array
+    recomputed_tokens: int
+
+    @property
+    def reused_tokens(self) -> int:
+        return int(self.positions.shape[0])
+
+    @property
+    def exact_until(self) -> int | None:
+        """First position whose KV is not exact; ``None`` when nothing is spared.
+
+        A row before it attends to computed rows alone. Every row from it on attends to placed
+        values, and so rests on an approximation.
+        """
+        return int(self.positions[0]) if self.reused_tokens else None
+
+    def within(self, start: int, end: int) -> Placement:
+        """The part in ``[start, end)``, for one chunk of a chunked prefill."""
+        low, high = np.searchsorted(self.positions, (start, end))
+        part = slice(int(low), int(high))
+        return Placement(
+            self.positions[part], self.sources[part], self.slots[part], self.recomputed_tokens
+        )
+
+
+def place(plan: ReusePlan, recompute: BoolArray) -> Placement:
+    """Split a plan's matched tokens by ``recompute`` (bool ``[matched_tokens]``)."""
+    if recompute.shape != (plan.matched_tokens,):
+        raise ValueError(
+            f"recompute has shape {recompute.shape}, expected ({plan.matched_tokens},)"
+        )
+    spared = ~recompute
+    return Placement(
+        positions=plan.positions()[spared],
+        sources=plan.sources()[spared],
+        slots=plan.slots()[spared],
+        recomputed_tokens=int(recompute.sum()),
+    )

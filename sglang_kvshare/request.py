@@ -1,0 +1,121 @@
+"""What one request may say about reuse, and what it is told in return."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_kvshare.config import REUSE_MODES, KVShareConfig
+from sglang_kvshare.recompute.selectors import selector_names
+
+#: The key under ``custom_params`` that holds the settings of a request.
+PARAMS_KEY = "kvshare"
+
+
+class RequestError(ValueError):
+    """A bad per-request value; the message names the field and what is allowed (HTTP 400)."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Settings of one request, defaults already filled in from the server's configuration."""
+
+    reuse: str
+    recompute_ratio: float
+    selector: str
+    ttft_slo_ms: float | None = None
+    tbt_slo_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class ReuseReport:
+    """What happened to one prompt; the four counts sum to ``prompt_tokens``.
+
+    ``prefix_tokens``: taken from the exact prefix; ``reused_tokens``: taken from elsewhere in the
+    cache; ``recomputed_tokens``: found in the cache but computed again; ``new_tokens``: computed
+    because no cached run covers them; ``refreshed_tokens``: recomputed while decoding;
+    ``donors``: cached sequences that served; ``decision``: ``reuse`` or ``none``; ``reason``: why.
+    """
+
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    refreshed_tokens: int = 0
+    donors: int = 0
+    decision: str = "none"
+    reason: str = "not_prefilled"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prefix_tokens + self.reused_tokens + self.recomputed_tokens + self.new_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_request_options(
+    custom_params: Mapping[str, Any] | None, config: KVShareConfig
+) -> RequestOptions:
+    """Read ``custom_params['kvshare']`` of one request.
+
+    Raises:
+        RequestError: unknown key, or a value that is not allowed.
+    """
+    raw = (custom_params or {}).get(PARAMS_KEY)
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY} must be an object such as "
+            f'{{"reuse": "off"}}, not {type(raw).__name__}'
+        )
+    allowed = tuple(RequestOptions.__dataclass_fields__)
+    for key in raw:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.0)[0]
+            raise RequestError(
+                f"custom_params.{PARAMS_KEY}.{key} is unknown; did you mean {near!r}? "
+                f"Allowed are {', '.join(allowed)}"
+            )
+    return RequestOptions(
+        reuse=_choice(raw, "reuse", config.reuse, REUSE_MODES),
+        recompute_ratio=_ratio(raw, config.recompute_ratio),
+        selector=_choice(raw, "selector", config.selector, selector_names()),
+        ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
+        tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
+    )
+
+
+def _choice(raw: Mapping[str, Any], key: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = raw.get(key, default)
+    if not isinstance(value, str) or value not in allowed:
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are {', '.join(allowed)}"
+        )
+    return value
+
+
+def _ratio(raw: Mapping[str, Any], default: float) -> float:
+    value = raw.get("recompute_ratio", default)
+    # `0 <= nan` is false, so a NaN is refused here as well.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.recompute_ratio={value!r}: "
+            "allowed are numbers from 0 to 1"
+        )
+    return float(value)
+
+
+def _milliseconds(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are milliseconds above 0"
+        )
+    return float(value)
