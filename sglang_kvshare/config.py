@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,12 +196,12 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(spec: dataclasses.Field[Any], text: str) -> Any:
-    kind = type(spec.default)
+    kind: Callable[[str], Any] = type(spec.default)
     try:
         return kind(text)
     except ValueError as error:
         raise ConfigError(
-            f"{ENV_PREFIX}{spec.name.upper()}={text!r} is not {_named(kind)}"
+            f"{ENV_PREFIX}{spec.name.upper()}={text!r} is not {_named(type(spec.default))}"
         ) from error
 
 

@@ -103,8 +103,7 @@ def _ratio(raw: Mapping[str, Any], default: float) -> float:
     # `0 <= nan` is false, so a NaN is refused here as well.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise RequestError(
-            f"custom_params.{PARAMS_KEY}.recompute_ratio={value!r}: "
-            "allowed are numbers from 0 to 1"
+            f"custom_params.{PARAMS_KEY}.recompute_ratio={value!r}: allowed are numbers from 0 to 1"
         )
     return float(value)
 

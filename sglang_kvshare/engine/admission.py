@@ -64,10 +64,13 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> ReuseRepor
         return _none(req, options.reuse)
     if reason := _refusal(req):
         return _none(req, reason)
+    config = cache.config
+    left_tokens = len(req.full_untruncated_fill_ids) - 1 - int(req.prefix_len)
+    if left_tokens < config.min_run_tokens:
+        return _none(req, "prefix_covers_prompt")
     plan = cache.plan(req)
     if not plan.spans:
         return _none(req, "no_match")
-    config = cache.config
     settings = SelectionSettings(options.recompute_ratio, config.seam_tokens, config.tail_tokens)
     placement = place(plan, select(options.selector, plan, settings))
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.

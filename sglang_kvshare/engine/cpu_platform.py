@@ -18,6 +18,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 logger = logging.getLogger(__name__)
 
 MEM_FRACTION = 0.5
+#: A minute and more of prefill at the speed of plain PyTorch; zeroing more only delays the start.
+MAX_TOTAL_TOKENS = 65_536
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -53,6 +55,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         default("attention_backend", None, self.get_default_attention_backend())
         # Half of what is free for weights and KV: the other half of a CPU's memory is not ours.
         default("mem_fraction_static", None, MEM_FRACTION)
+        default("max_total_tokens", None, MAX_TOTAL_TOKENS)
         default("sleep_on_idle", False, True)
         if not fast_bfloat16():
             default("dtype", "auto", "float32")

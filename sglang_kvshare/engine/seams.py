@@ -67,9 +67,7 @@ SEAMS = (
         "per-request state",
     ),
     # Tree cache
-    Seam(
-        _SRT + "mem_cache.registry.register_radix_cache_backend", "name, factory", "tree cache"
-    ),
+    Seam(_SRT + "mem_cache.registry.register_radix_cache_backend", "name, factory", "tree cache"),
     Seam(_SRT + "mem_cache.registry.TreeCacheBuildContext", None, "tree cache"),
     Seam(_SRT + "mem_cache.radix_cache.RadixCache.reset", "self", "run index"),
     Seam(_SRT + "mem_cache.radix_cache.RadixCache.match_prefix", "self, params", "reuse=off"),
@@ -113,7 +111,9 @@ SEAMS = (
         "capture_hidden_mode, return_kv_loc_plan",
         "placement and narrowing on the forward stream",
     ),
-    Seam(_SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"),
+    Seam(
+        _SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"
+    ),
     Seam(_SRT + "model_executor.forward_context.ForwardContext", None, "attention"),
     Seam(
         _SRT + "layers.attention.base_attn_backend.AttentionBackend.forward",
@@ -122,7 +122,7 @@ SEAMS = (
     ),
     Seam(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
-        "self, layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override",
+        "self, layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override, dcp_kv_mask",
         "narrowed attention writes KV",
     ),
     Seam(

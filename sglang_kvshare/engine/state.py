@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_kvshare.plan import Placement
-from sglang_kvshare.request import ReuseReport, RequestOptions
+from sglang_kvshare.request import RequestOptions, ReuseReport
 
 _ATTRIBUTE = "_kvshare"
 

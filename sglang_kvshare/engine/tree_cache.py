@@ -114,9 +114,9 @@ class KVShareRadixCache(RadixCache):
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish what rests on computed values alone.
 
-            row   |-- prefix --|-- computed --|== placed ==|-- computed on placed --|
-                  0            P              exact_until                            n
-                               |<- published->|
+        row   |-- prefix --|-- computed --|== placed ==|-- computed on placed --|
+              0            P              exact_until                            n
+                           |<- published->|
         """
         state = state_of(req)
         if state is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_kvshare.matching.run_index import Run, RunIndex
-from sglang_kvshare.plan import BoolArray, ReusePlan, Span, Int64Array
+from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
 
 #: Runs considered for one prompt, the longest first. Repetitive text yields one run for every
 #: pair of repetitions; the longest few cover it.

@@ -75,9 +75,7 @@ class WindowTable:
         slots: list[Int64Array] = []
         for level in self._levels:
             low = np.searchsorted(level.hashes, hashes, side="left")
-            hit = np.flatnonzero(
-                level.hashes[np.minimum(low, level.hashes.shape[0] - 1)] == hashes
-            )
+            hit = np.flatnonzero(level.hashes[np.minimum(low, level.hashes.shape[0] - 1)] == hashes)
             if hit.shape[0] == 0:
                 continue
             high = np.searchsorted(level.hashes, hashes[hit], side="right")

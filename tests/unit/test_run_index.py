@@ -211,9 +211,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         node = data.draw(st.sampled_from(long))
         cut = data.draw(st.integers(1, len(node.tokens) - 1))
-        upper = Node(
-            self.count, node.parent, node.namespace, node.tokens[:cut], node.slots[:cut]
-        )
+        upper = Node(self.count, node.parent, node.namespace, node.tokens[:cut], node.slots[:cut])
         self.count += 1
         upper.children = [node]
         if node.parent:

@@ -1,0 +1,77 @@
+"""What a request may say, and the errors it gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.request import (
+    RequestError,
+    RequestOptions,
+    ReuseReport,
+    parse_request_options,
+)
+
+pytestmark = pytest.mark.unit
+CONFIG = KVShareConfig(reuse="exact_prefix", recompute_ratio=0.25)
+
+
+def parse(**given):
+    return parse_request_options({"kvshare": given}, CONFIG)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvshare": None}, {"kvshare": {}}, {"other": 1}])
+def test_a_request_that_says_nothing_gets_the_server_defaults(params):
+    assert parse_request_options(params, CONFIG) == RequestOptions("exact_prefix", 0.25, "seams")
+
+
+def test_each_value_is_taken():
+    assert parse(
+        reuse="approximate", recompute_ratio=1, selector="seams", ttft_slo_ms=200, tbt_slo_ms=1.5
+    ) == RequestOptions("approximate", 1.0, "seams", 200.0, 1.5)
+    assert parse(recompute_ratio=0).recompute_ratio == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reuse": "on"}, "reuse='on': allowed are off, exact_prefix, approximate"),
+        ({"reuse": None}, "reuse=None: allowed are"),
+        ({"selector": "best"}, "selector='best': allowed are seams"),
+        ({"recompute_ratio": -0.1}, "recompute_ratio=-0.1: allowed are numbers from 0 to 1"),
+        ({"recompute_ratio": 1.01}, "from 0 to 1"),
+        ({"recompute_ratio": "0.5"}, "from 0 to 1"),
+        ({"recompute_ratio": True}, "from 0 to 1"),
+        ({"recompute_ratio": float("nan")}, "from 0 to 1"),
+        ({"ttft_slo_ms": 0}, "ttft_slo_ms=0: allowed are milliseconds above 0"),
+        ({"tbt_slo_ms": float("inf")}, "milliseconds above 0"),
+        ({"tbt_slo_ms": "fast"}, "milliseconds above 0"),
+        ({"recompute_ration": 0.5}, "did you mean 'recompute_ratio'"),
+    ],
+)
+def test_a_bad_value_names_the_field_and_what_is_allowed(given, message):
+    with pytest.raises(RequestError) as error:
+        parse(**given)
+    assert message in str(error.value)
+    assert "custom_params.kvshare." in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[], "off", 1, True])
+def test_anything_but_an_object_is_refused(value):
+    with pytest.raises(RequestError, match="must be an object"):
+        parse_request_options({"kvshare": value}, CONFIG)
+
+
+def test_the_report_counts_the_whole_prompt_and_is_plain_data():
+    report = ReuseReport(1, 2, 3, 4, decision="reuse", reason="ok", donors=1)
+    assert report.prompt_tokens == 10
+    assert set(report.to_dict()) == {
+        "prefix_tokens",
+        "reused_tokens",
+        "recomputed_tokens",
+        "new_tokens",
+        "refreshed_tokens",
+        "donors",
+        "decision",
+        "reason",
+    }
