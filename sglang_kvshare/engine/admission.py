@@ -68,6 +68,8 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> ReuseRepor
     left_tokens = len(req.full_untruncated_fill_ids) - 1 - int(req.prefix_len)
     if left_tokens < config.min_run_tokens:
         return _none(req, "prefix_covers_prompt")
+    if cache.index_failed:
+        return _none(req, "index_failed")
     plan = cache.plan(req)
     if not plan.spans:
         return _none(req, "no_match")

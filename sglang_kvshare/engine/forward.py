@@ -162,6 +162,7 @@ def _kept_rows(batch: Any, chunks: list[_Chunk], total_rows: int) -> KeptRows:
         cache_loc=cache_loc,
         counts=np.maximum(kept_counts, 1).tolist(),
         extend_counts=extends.tolist(),
+        kv_lengths=(starts + extends).tolist(),
     )
 
 

@@ -37,6 +37,7 @@ class KeptRows:
         cache_loc: int64 ``[k]``, slot that each writes its KV to.
         counts: kept rows of each request, all above 0.
         extend_counts: rows of each request before narrowing.
+        kv_lengths: tokens of each request's KV row, this extend included.
     """
 
     rows: torch.Tensor
@@ -44,6 +45,7 @@ class KeptRows:
     cache_loc: torch.Tensor
     counts: list[int]
     extend_counts: list[int]
+    kv_lengths: list[int]
 
 
 @contextmanager
@@ -157,10 +159,9 @@ class NarrowedAttention:
         """The KV row of each request, ``[seq_len]``; read once, for all layers."""
         if self._kv_rows is None:
             table = self._stock.req_to_token_pool.req_to_token
-            lengths = forward_batch.seq_lens_cpu.tolist()
             indices = forward_batch.req_pool_indices.tolist()
             self._kv_rows = [
                 table[index, :length].to(torch.int64)
-                for index, length in zip(indices, lengths, strict=True)
+                for index, length in zip(indices, self._kept.kv_lengths, strict=True)
             ]
         return self._kv_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class KVShareRadixCache(RadixCache):
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
         self._nodes: dict[int, TreeNode] = {}
         self._holders: set[RequestState] = set()
+        #: The index could not follow the tree; nothing is planned until the next flush.
+        self.index_failed = False
         super().__init__(params)
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
@@ -76,6 +78,7 @@ class KVShareRadixCache(RadixCache):
         super().reset()
         self.index.clear()
         self._nodes.clear()
+        self.index_failed = False
         # The locked nodes are gone with the old tree; there is nothing to unlock.
         for state in self._holders:
             state.placement, state.donor_locks = None, []
@@ -84,22 +87,42 @@ class KVShareRadixCache(RadixCache):
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> Any:
         matched_tokens, leaf = super()._insert_helper(node, key, value, *rest)
         if leaf is not self.root_node and leaf.id not in self._nodes:
-            self._nodes[leaf.id] = leaf
-            parent = leaf.parent
-            parent_slot = -1 if parent is self.root_node else int(parent.value[-1])
-            self.index.insert(
-                leaf.id, _namespace(leaf.key), _tokens(leaf.key), _slots(leaf), parent_slot
-            )
+            self._mirror(self._mirror_insert, leaf)
         return matched_tokens, leaf
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
-        self._nodes[upper.id] = upper
-        self.index.reassign(upper.id, _slots(upper))
+        self._mirror(self._mirror_split, upper)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        self._mirror(self._mirror_delete, node)
+
+    def _mirror(self, change: Callable[[TreeNode], None], node: TreeNode) -> None:
+        """The tree has changed already and serves on; an index that cannot follow is given up
+        until the next flush, and every request gets its exact prefix as in stock SGLang."""
+        if self.index_failed:
+            return
+        try:
+            change(node)
+        except Exception:
+            logger.exception("KVShare's run index lost the tree; no reuse until the next flush")
+            self.index_failed = True
+
+    def _mirror_insert(self, leaf: TreeNode) -> None:
+        parent = leaf.parent
+        parent_slot = -1 if parent is self.root_node else int(parent.value[-1])
+        self._nodes[leaf.id] = leaf
+        self.index.insert(
+            leaf.id, _namespace(leaf.key), _tokens(leaf.key), _slots(leaf), parent_slot
+        )
+
+    def _mirror_split(self, upper: TreeNode) -> None:
+        self._nodes[upper.id] = upper
+        self.index.reassign(upper.id, _slots(upper))
+
+    def _mirror_delete(self, node: TreeNode) -> None:
         self.index.remove(_slots(node))
         del self._nodes[node.id]
 
@@ -147,14 +170,24 @@ class KVShareRadixCache(RadixCache):
         """Keep the donors of ``placement`` in the tree until :meth:`release`.
 
         Returns:
-            the number of distinct donor nodes.
+            the number of donors: cached sequences that serve.
         """
         self.release(state)
-        numbers = np.unique(self.index.nodes_of(placement.slots))
+        owners = {
+            int(number): self._nodes[int(number)]
+            for number in np.unique(self.index.nodes_of(placement.slots))
+        }
+        # A node above another one belongs to the same sequence, and a lock below covers it.
+        above = {parent.id for node in owners.values() for parent in self._above(node)}
+        donors = [node for number, node in owners.items() if number not in above]
         state.placement = placement
-        state.donor_locks = [self.lock(self._nodes[int(number)]) for number in numbers]
+        state.donor_locks = [self.lock(node) for node in donors]
         self._holders.add(state)
-        return len(state.donor_locks)
+        return len(donors)
+
+    def _above(self, node: TreeNode) -> Iterator[TreeNode]:
+        while (node := node.parent) is not self.root_node:
+            yield node
 
     def release(self, state: RequestState) -> None:
         """Let go of a request's donors; what was not placed yet is computed. Idempotent."""
