@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshare_eval.passages import (
     Passage,
     Question,
