@@ -17,6 +17,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 logger = logging.getLogger(__name__)
 
+ATTENTION_BACKEND = "torch_native"
 MEM_FRACTION = 0.5
 #: A minute and more of prefill at the speed of plain PyTorch; zeroing more only delays the start.
 MAX_TOTAL_TOKENS = 65_536
@@ -31,7 +32,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        # Asked before the other defaults, and only when the user named no backend.
+        logger.info("KVShare CPU platform chose: --attention-backend %s", ATTENTION_BACKEND)
+        return ATTENTION_BACKEND
 
     def get_dispatch_key_name(self) -> str:
         return "native"
@@ -52,7 +55,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
                 setattr(server_args, field, value)
                 chosen[field] = value
 
-        default("attention_backend", None, self.get_default_attention_backend())
         # Half of what is free for weights and KV: the other half of a CPU's memory is not ours.
         default("mem_fraction_static", None, MEM_FRACTION)
         default("max_total_tokens", None, MAX_TOTAL_TOKENS)

@@ -64,9 +64,13 @@ def install_http() -> None:
     """The hooks of the HTTP process; called when the server is about to be launched."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_kvshare.engine.report import openai_details_class
+
     _register(http_hooks())
     HookRegistry.apply_hooks()
     verify(http_hooks())
+    # Built now, so that a mismatch stops the start instead of the first response.
+    openai_details_class()
 
 
 def verify(expected: tuple[Hook, ...] | None = None) -> None:

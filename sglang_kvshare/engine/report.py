@@ -6,6 +6,7 @@ and ``openai.utils.cached_tokens_details_from_dict`` (``sglext.cached_tokens_det
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from sglang_kvshare.engine.state import state_of
@@ -23,31 +24,28 @@ def cached_tokens_details(original: Any, self: Any, req: Any) -> dict[str, Any]:
 def openai_details(original: Any, details: dict[str, Any]) -> Any:
     """Hook: carry our part into the OpenAI response object."""
     result = original(details)
-    if PARAMS_KEY in details:
-        result = _details_class(type(result)).model_validate(
-            {**result.model_dump(), PARAMS_KEY: details[PARAMS_KEY]}
-        )
-    return result
+    if PARAMS_KEY not in details:
+        return result
+    fields = {**result.model_dump(), PARAMS_KEY: details[PARAMS_KEY]}
+    return openai_details_class().model_validate(fields)
 
 
-_DETAILS: dict[type, type] = {}
-
-
-def _details_class(stock: type) -> Any:
+@cache
+def openai_details_class() -> Any:
     """``CachedTokensDetails`` with a field for the report, known to the models that embed it."""
-    if stock not in _DETAILS:
-        from pydantic import SerializeAsAny, create_model
-        from sglang.srt.entrypoints.openai import protocol
+    from pydantic import SerializeAsAny, create_model
+    from sglang.srt.entrypoints.openai import protocol
 
-        _DETAILS[stock] = create_model(
-            "KVShareCachedTokensDetails", __base__=stock, kvshare=(dict[str, Any], ...)
-        )
-        # A pydantic model dumps a field by its declared class; this one is to be dumped by the
-        # class of its value.
-        field = protocol.SglExt.model_fields["cached_tokens_details"]
-        field.annotation = SerializeAsAny[stock] | None  # type: ignore[valid-type]
-        protocol.SglExt.model_rebuild(force=True)
-        for model in vars(protocol).values():
-            if isinstance(model, type) and "sglext" in getattr(model, "model_fields", {}):
-                model.model_rebuild(force=True)
-    return _DETAILS[stock]
+    stock = protocol.CachedTokensDetails
+    extended = create_model(
+        "KVShareCachedTokensDetails", __base__=stock, kvshare=(dict[str, Any], ...)
+    )
+    # A pydantic model dumps a field by its declared class; this one is to be dumped by the class
+    # of its value.
+    field = protocol.SglExt.model_fields["cached_tokens_details"]
+    field.annotation = SerializeAsAny[stock] | None  # type: ignore[valid-type]
+    protocol.SglExt.model_rebuild(force=True)
+    for model in vars(protocol).values():
+        if isinstance(model, type) and "sglext" in getattr(model, "model_fields", {}):
+            model.model_rebuild(force=True)
+    return extended

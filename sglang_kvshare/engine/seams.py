@@ -6,6 +6,7 @@ before the arguments are resolved, and in the scheduler process that each hook s
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -22,11 +23,15 @@ class SeamError(RuntimeError):
 
 @dataclass(frozen=True)
 class Seam:
-    """``parameters``: names in order, or ``None`` for a symbol that is no function."""
+    """``parameters``: names in order, or ``None`` for a symbol that is no function.
+
+    ``fields``: names that a dataclass must declare.
+    """
 
     symbol: str
     parameters: str | None
     why: str
+    fields: str = ""
 
 
 _SRT = "sglang.srt."
@@ -55,6 +60,8 @@ SEAMS = (
         "details",
         "report in OpenAI responses",
     ),
+    Seam(_SRT + "entrypoints.openai.protocol.CachedTokensDetails", None, "report (OpenAI)"),
+    Seam(_SRT + "entrypoints.openai.protocol.SglExt", None, "report (OpenAI)"),
     Seam(
         _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
         ".get_cached_tokens_details",
@@ -112,6 +119,25 @@ SEAMS = (
         "placement and narrowing on the forward stream",
     ),
     Seam(
+        _SRT + "managers.schedule_batch.ScheduleBatch",
+        None,
+        "rows of a batch",
+        fields="reqs tree_cache forward_mode prefix_lens extend_lens out_cache_loc",
+    ),
+    Seam(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch",
+        None,
+        "narrowing between layers",
+        fields="positions out_cache_loc req_pool_indices extend_seq_lens extend_seq_lens_cpu "
+        "extend_num_tokens extend_logprob_start_lens_cpu residual_stream",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.ReqKvInfo",
+        None,
+        "publish exact KV only",
+        fields="cache_protected_len",
+    ),
+    Seam(
         _SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"
     ),
     Seam(_SRT + "model_executor.forward_context.ForwardContext", None, "attention"),
@@ -164,12 +190,19 @@ def check_seams(seams: Iterable[Seam] = SEAMS) -> None:
             symbol = pkgutil.resolve_name(seam.symbol)
         except (ImportError, AttributeError) as error:
             raise SeamError(_mismatch(seam, f"is missing ({error})")) from error
+        declared = {field.name for field in _declared(symbol)}
+        if missing := [name for name in seam.fields.split() if name not in declared]:
+            raise SeamError(_mismatch(seam, f"has no field {missing[0]}"))
         if seam.parameters is None:
             continue
         found = ", ".join(inspect.signature(inspect.unwrap(symbol)).parameters)
         # A bound classmethod has no `cls`, an unwrapped hook on one has.
         if found.removeprefix("cls, ") != seam.parameters:
             raise SeamError(_mismatch(seam, f"takes ({found}), expected ({seam.parameters})"))
+
+
+def _declared(symbol: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(symbol) if dataclasses.is_dataclass(symbol) else ()
 
 
 def check_hooked(target: str, hook: Callable[..., Any]) -> None:
