@@ -23,6 +23,7 @@ import random
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -180,10 +181,13 @@ def main() -> int:
     reusable = int(args.tokens * args.reusable) // PASSAGE_TOKENS * PASSAGE_TOKENS
     prompts = Prompts(tokenizer.encode, reusable, args.tokens - reusable, args.seed)
     flags = ["--log-level", "debug", "--log-level-http", "warning"]
-    with Server(args.model, "kvshare", flags) as kvshare:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Server(args.model, log=Path(logs) / "kvshare.log", args=flags) as kvshare,
+    ):
         gain = measure_gain(kvshare.url, prompts, args.repeats)
-        placed = placements_ms(kvshare.log_path)
-        with Server(args.model, "stock", flags) as stock:
+        placed = placements_ms(kvshare.log)
+        with Server(args.model, mode="stock", log=Path(logs) / "stock.log", args=flags) as stock:
             urls = {"kvshare": kvshare.url, "stock": stock.url}
             idle = measure_idle_cost(urls, prompts, args.tokens, args.idle_repeats)
     command = " ".join(["python -m kvshare_eval.serving.bench_reuse", *sys.argv[1:]])

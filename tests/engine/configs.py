@@ -1,0 +1,80 @@
+"""The servers of the engine tests. Each start costs half a minute, so that they are few and each
+differs from the others in many ways at once."""
+
+from __future__ import annotations
+
+import pytest
+from server import ServerConfig
+
+#: Any plan is carried out, so that small prompts do.
+EAGER = ("--kvshare-min-saved-tokens", "1")
+ROOM = ("--max-total-tokens", "4096", "--max-running-requests", "24")
+#: A few prompts fill it: donors are evicted, and requests wait for memory.
+TIGHT = ("--max-total-tokens", "1024", "--max-running-requests", "24")
+RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "5"))
+CHUNKS = ("--chunked-prefill-size", "64")
+NO_SEAMS = ("--kvshare-seam-tokens", "0", "--kvshare-tail-tokens", "0")
+
+
+def _configs(*configs: ServerConfig) -> dict[str, ServerConfig]:
+    return {config.name: config for config in configs}
+
+
+CONFIGS = _configs(
+    ServerConfig("llama", "llama", (*EAGER, *ROOM)),
+    ServerConfig(
+        "qwen3",
+        "qwen3",
+        (
+            *(*EAGER, *ROOM, *CHUNKS, "--enable-mixed-chunk"),
+            *("--page-size", "16", "--kvshare-narrow-layer", "2"),
+        ),
+    ),
+    ServerConfig(
+        "mistral",
+        "mistral",
+        (*EAGER, *ROOM, *CHUNKS, *NO_SEAMS, "--page-size", "64", "--disable-overlap-schedule"),
+    ),
+    ServerConfig(
+        "qwen2",
+        "qwen2",
+        (*EAGER, *TIGHT, *CHUNKS, "--enable-mixed-chunk", "--kvshare-narrow-layer", "1"),
+        RETRACT,
+    ),
+    ServerConfig(
+        "llama3_rope",
+        "llama3_rope",
+        (
+            *(*EAGER, *TIGHT, *CHUNKS, "--disable-overlap-schedule"),
+            *("--page-size", "16", "--kvshare-narrow-layer", "2"),
+        ),
+        RETRACT,
+    ),
+    ServerConfig(
+        "linear_rope",
+        "linear_rope",
+        (
+            *(*EAGER, "--max-total-tokens", "1536", "--max-running-requests", "24"),
+            *(*CHUNKS, "--enable-mixed-chunk", "--page-size", "64"),
+        ),
+        RETRACT,
+    ),
+    # Without --kvshare: the platform by its name, the plug-in installed or kept out.
+    ServerConfig("installed", "llama", ROOM, (("SGLANG_PLATFORM", "kvshare_cpu"),), kvshare=False),
+    ServerConfig(
+        "not_loaded",
+        "llama",
+        ROOM,
+        (("SGLANG_PLATFORM", "kvshare_cpu"), ("SGLANG_PLUGINS", "kvshare_cpu")),
+        kvshare=False,
+    ),
+)
+
+#: Every model family, page size, narrowing layer, chunking and scheduling mode.
+ALL = ("llama", "qwen3", "mistral", "qwen2", "llama3_rope", "linear_rope")
+STORMY = ("qwen2", "llama3_rope", "linear_rope")
+
+
+def on(*names: str):
+    """Run a test on each of the servers named."""
+    return pytest.mark.parametrize("server", names, indirect=True)

@@ -1,0 +1,213 @@
+"""A slow, clear model in plain PyTorch that can do what a reusing server does, in the same words.
+
+It shares no code with SGLang or KVShare. Keys are kept without rotation and rotated from scratch
+at the position where they are attended to, so that a placed key is right by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tiny_models import TinyModel
+
+
+@dataclass(frozen=True)
+class Match:
+    """Prompt ``[start, start + length)`` equals ``donor[source : source + length]``."""
+
+    start: int
+    source: int
+    length: int
+    donor: tuple[int, ...]
+
+
+@dataclass
+class Row:
+    """The KV row of one request.
+
+    Attributes:
+        tokens: what has been fed.
+        keys, values: one tensor ``[n, kv_heads, head_dim]`` a layer; keys are not rotated.
+        logits: ``[vocab]`` after the last token.
+    """
+
+    tokens: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    logits: torch.Tensor = field(repr=False)
+
+    def logprobs(self) -> torch.Tensor:
+        return self.logits.log_softmax(-1)
+
+
+class Reference:
+    def __init__(self, model: TinyModel) -> None:
+        self.model = model
+        self.weights = model.weights()
+        self.frequencies = _frequencies(model)
+        self._donors: dict[tuple[int, ...], Row] = {}
+
+    def full(self, tokens: Sequence[int]) -> Row:
+        """Everything computed, nothing reused."""
+        key = tuple(tokens)
+        if key not in self._donors:
+            self._donors[key] = self.approximate(tokens, {}, 0)
+        return self._donors[key]
+
+    def approximate(
+        self,
+        tokens: Sequence[int],
+        spared: dict[int, tuple[tuple[int, ...], int]],
+        narrow_layer: int,
+    ) -> Row:
+        """A prefill in which the rows ``spared`` do not run from ``narrow_layer`` on.
+
+        Args:
+            spared: position -> (donor's tokens, position in the donor); its keys and values from
+                ``narrow_layer`` on are those of a full prefill of the donor.
+        """
+        count = len(tokens)
+        active = torch.arange(count)
+        hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        keys, values = [], []
+        for layer in range(self.model.layers):
+            if layer == narrow_layer:
+                kept = torch.tensor([p for p in range(count) if p not in spared])
+                active, hidden = kept, hidden[kept]
+            normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
+            query, key, value = self._qkv(layer, normed)
+            row_keys = key.new_zeros(count, *key.shape[1:])
+            row_values = torch.zeros_like(row_keys)
+            row_keys[active], row_values[active] = key, value
+            if layer >= narrow_layer:
+                for position, (donor, source) in spared.items():
+                    row_keys[position] = self.full(donor).keys[layer][source]
+                    row_values[position] = self.full(donor).values[layer][source]
+            keys.append(row_keys)
+            values.append(row_values)
+            hidden = self._after_attention(
+                layer, hidden, self._attend(query, active, row_keys, row_values)
+            )
+        assert int(active[-1]) == count - 1
+        return Row(list(tokens), keys, values, self._logits(hidden[-1]))
+
+    def decode(self, row: Row, token: int) -> None:
+        """Feed one more token; the row grows."""
+        position = torch.tensor([len(row.tokens)])
+        row.tokens.append(token)
+        hidden = self.weights["model.embed_tokens.weight"][token].unsqueeze(0)
+        for layer in range(self.model.layers):
+            normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
+            query, key, value = self._qkv(layer, normed)
+            row.keys[layer] = torch.cat([row.keys[layer], key])
+            row.values[layer] = torch.cat([row.values[layer], value])
+            hidden = self._after_attention(
+                layer,
+                hidden,
+                self._attend(query, position, row.keys[layer], row.values[layer]),
+            )
+        row.logits = self._logits(hidden[-1])
+
+    # --- parts of a decoder layer -------------------------------------------------------------
+
+    def _qkv(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = []
+        for name, heads in (
+            ("q", self.model.heads),
+            ("k", self.model.kv_heads),
+            ("v", self.model.kv_heads),
+        ):
+            part = x @ self.weights[f"{prefix}{name}_proj.weight"].T
+            if self.model.bias:
+                part = part + self.weights[f"{prefix}{name}_proj.bias"]
+            part = part.view(-1, heads, self.model.head_dim)
+            if self.model.qk_norm and name != "v":
+                part = self._norm(part, f"{prefix}{name}_norm.weight")
+            parts.append(part)
+        return parts[0], parts[1], parts[2]
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each row sees exactly the keys up to its own position."""
+        group = self.model.heads // self.model.kv_heads
+        at = torch.arange(keys.shape[0])
+        turned = self._rotate(keys, at).repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", self._rotate(query, positions), turned)
+        scores = scores / math.sqrt(self.model.head_dim)
+        scores = scores.masked_fill(at > positions[:, None], float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(group, 1))
+        return out.reshape(query.shape[0], -1)
+
+    def _after_attention(self, layer: int, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        prefix = f"model.layers.{layer}."
+        hidden = hidden + out @ self.weights[prefix + "self_attn.o_proj.weight"].T
+        x = self._norm(hidden, prefix + "post_attention_layernorm.weight")
+        gate = torch.nn.functional.silu(x @ self.weights[prefix + "mlp.gate_proj.weight"].T)
+        up = x @ self.weights[prefix + "mlp.up_proj.weight"].T
+        return hidden + (gate * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._norm(hidden, "model.norm.weight") @ self.weights["lm_head.weight"].T
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weights[name]
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angles = (positions[:, None].double() * self.frequencies).unsqueeze(1)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        half = self.frequencies.shape[0]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def _frequencies(model: TinyModel) -> torch.Tensor:
+    """float64 ``[rotary_dim / 2]``: angle of each pair at position 1."""
+    dim = model.head_dim
+    plain = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    scaling = model.rope_scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
+    if kind == "default":
+        return plain
+    factor = scaling["factor"]
+    if kind == "linear":
+        return plain / factor
+    assert kind == "llama3"
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * plain / factor + blend * plain
+
+
+def spared_positions(
+    matches: Sequence[Match],
+    prompt_tokens: int,
+    *,
+    ratio: float,
+    seam_tokens: int,
+    tail_tokens: int,
+) -> dict[int, tuple[tuple[int, ...], int]]:
+    """The documented selection, token by token: which matched positions are not recomputed.
+
+    Ratio 0 recomputes none and ratio 1 all; in between the first ``max(seam, ceil(ratio * m))``
+    of each span of ``m`` tokens and the prompt's last ``tail_tokens``.
+    """
+    spared = {}
+    for match in matches:
+        width = max(seam_tokens, math.ceil(ratio * match.length))
+        for offset in range(match.length):
+            position = match.start + offset
+            in_seam = offset < width
+            in_tail = position >= prompt_tokens - tail_tokens
+            if ratio >= 1 or (ratio > 0 and (in_seam or in_tail)):
+                continue
+            spared[position] = (match.donor, match.source + offset)
+    return spared

@@ -1,0 +1,135 @@
+"""Tiny random-weight models in Hugging Face folders: nothing is downloaded, every run is the same.
+
+Weights are scaled so that attention is far from uniform (an approximation shows) and logits are
+peaked (greedy decoding does not hang on the last bit).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 1000
+CONTEXT = 2048
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that all three bands of the scaling are met within the context.
+    "original_max_position_embeddings": 256,
+}
+LINEAR_SCALING = {"rope_type": "linear", "factor": 3.0}
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """``bias``: on q, k and v (Qwen2). ``qk_norm``: RMSNorm of each head's q and k (Qwen3)."""
+
+    architecture: str
+    model_type: str
+    seed: int
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 128
+    bias: bool = False
+    qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: dict | None = None
+
+    def config(self) -> dict:
+        config = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": VOCAB,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": CONTEXT,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "bos_token_id": None,
+            # No token ends a sequence: every request gives as many tokens as it asked for.
+            "eos_token_id": None,
+            "torch_dtype": "float32",
+        }
+        if self.rope_scaling is not None:
+            config["rope_scaling"] = self.rope_scaling
+        if self.model_type == "mistral":
+            config["sliding_window"] = None
+        if self.model_type.startswith("qwen"):
+            config["use_sliding_window"] = False
+        return config
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(std: float, *shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator) * std
+
+        width = self.heads * self.head_dim
+        kv_width = self.kv_heads * self.head_dim
+        tensors = {
+            "model.embed_tokens.weight": normal(1.0, VOCAB, self.hidden),
+            "model.norm.weight": 1 + normal(0.1, self.hidden),
+            "lm_head.weight": normal(0.4, VOCAB, self.hidden),
+        }
+        for number in range(self.layers):
+            layer = {
+                "input_layernorm.weight": 1 + normal(0.1, self.hidden),
+                "post_attention_layernorm.weight": 1 + normal(0.1, self.hidden),
+                "self_attn.q_proj.weight": normal(0.18, width, self.hidden),
+                "self_attn.k_proj.weight": normal(0.18, kv_width, self.hidden),
+                "self_attn.v_proj.weight": normal(0.15, kv_width, self.hidden),
+                "self_attn.o_proj.weight": normal(0.15, self.hidden, width),
+                "mlp.gate_proj.weight": normal(0.13, self.intermediate, self.hidden),
+                "mlp.up_proj.weight": normal(0.13, self.intermediate, self.hidden),
+                "mlp.down_proj.weight": normal(0.08, self.hidden, self.intermediate),
+            }
+            if self.bias:
+                layer["self_attn.q_proj.bias"] = normal(0.5, width)
+                layer["self_attn.k_proj.bias"] = normal(0.5, kv_width)
+                layer["self_attn.v_proj.bias"] = normal(0.5, kv_width)
+            if self.qk_norm:
+                layer["self_attn.q_norm.weight"] = 1.5 + normal(0.2, self.head_dim)
+                layer["self_attn.k_norm.weight"] = 1.5 + normal(0.2, self.head_dim)
+            tensors |= {f"model.layers.{number}.{key}": value for key, value in layer.items()}
+        return tensors
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config(), indent=2))
+        save_file(self.weights(), folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
+MODELS = {
+    "llama": TinyModel("LlamaForCausalLM", "llama", seed=1),
+    "llama3_rope": TinyModel("LlamaForCausalLM", "llama", seed=2, rope_scaling=LLAMA3_SCALING),
+    "linear_rope": TinyModel("LlamaForCausalLM", "llama", seed=3, rope_scaling=LINEAR_SCALING),
+    "mistral": TinyModel("MistralForCausalLM", "mistral", seed=4),
+    "qwen2": TinyModel("Qwen2ForCausalLM", "qwen2", seed=5, bias=True, rope_theta=1e6),
+    "qwen3": TinyModel("Qwen3ForCausalLM", "qwen3", seed=6, qk_norm=True, rope_theta=1e6),
+    # To be refused at start-up.
+    "yarn_rope": TinyModel("LlamaForCausalLM", "llama", seed=7, rope_scaling=YARN_SCALING),
+    "gemma": TinyModel("GemmaForCausalLM", "gemma", seed=8),
+}
