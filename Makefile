@@ -1,14 +1,12 @@
 # `make` lists what there is to do. Every target sets up what it needs; the first one takes about
-# three minutes for that, once. PYTHON and KVSHARE_CACHE are explained in scripts/env.sh.
+# three minutes for that, once. PYTHON and SGLANG_KVSHARE_CACHE are explained in scripts/env.sh.
 
 PYTHON ?=
-KVSHARE_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/sglang-kvshare
-# Of use to these recipes only: to a server every KVSHARE_* variable is a setting.
-unexport KVSHARE_CACHE
+CACHE := $(or $(SGLANG_KVSHARE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/sglang-kvshare)
 
 PY := .venv/bin/python
 MODEL := smollm2-135m-instruct
-MODEL_DIR := $(KVSHARE_CACHE)/models/$(MODEL)
+MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
 .PHONY: help env model demo test lint format bench clean
@@ -18,7 +16,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
 env: ## make or update the environment (.venv, and the packages in the cache)
-	@PYTHON='$(PYTHON)' KVSHARE_CACHE='$(KVSHARE_CACHE)' scripts/env.sh
+	@PYTHON='$(PYTHON)' SGLANG_KVSHARE_CACHE='$(CACHE)' scripts/env.sh
 
 model: env ## fetch the model to start with, into the cache
 	@.venv/bin/kvshare model $(MODEL) '$(MODEL_DIR)'
@@ -27,7 +25,7 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 	@$(PY) -m kvshare_eval.demo --model '$(MODEL_DIR)'
 
 test: lint model ## run everything that needs no GPU
-	@KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu'
+	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu'
 
 lint: env ## ruff on everything, mypy in strict mode on the core
 	@$(PY) -m ruff check .

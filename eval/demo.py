@@ -9,11 +9,9 @@ is measured in this run; the last lines say how.
 from __future__ import annotations
 
 import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from rich.table import Table
 
 from sglang_kvshare import __version__
 
+from .machine import cpu_name, git_commit
 from .passages import Passage, Question, build_prompt, load_passages
 from .servers import Answer, Server, ServerError
 
@@ -37,6 +36,8 @@ PASSAGES = 5
 SEED = 1
 ANSWER_TOKENS = 16
 PLAIN_WIDTH = 100
+#: Times of the same work that differ by more than this factor say that the machine was not quiet.
+CALM_SPREAD = 1.25
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,22 @@ def _times(kvshare: float, off: float, stock: float, stock_prefix: str) -> list[
     ]
 
 
+def caution(results: Sequence[Measured]) -> str | None:
+    """A warning when the times cannot be compared.
+
+    The first request finds an empty cache: all three ways compute all of it, and take as long.
+    """
+    first = results[0]
+    times = sorted((first.kvshare.ttft, first.off.ttft, first.stock.ttft))
+    if times[-1] <= CALM_SPREAD * times[0]:
+        return None
+    return (
+        f"Do not trust these times: request 1 is the same work in all three columns, yet took from "
+        f"{times[0]:.2f} to {times[-1]:.2f} s. Other processes kept the machine busy; run again "
+        "when it is quiet."
+    )
+
+
 def answers_table(results: Sequence[Measured]) -> Table:
     """What was answered, beside what the passage says."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"Answers, first {ANSWER_TOKENS} tokens")
@@ -237,35 +254,15 @@ def provenance(model: Path, info: dict[str, Any], server_args: Sequence[str], ma
 - Request 1 meets an empty cache; the medians leave it out.
 - Model {model.name}, {setting["dtype"]}, attention {backend}, device {setting["device"]};
   {machine};
-  SGLang {setting["version"]}, sglang-kvshare {__version__} at commit {commit()}{flags}.
+  SGLang {setting["version"]}, sglang-kvshare {__version__} at commit {git_commit()}{flags}.
 - The token counts are the same in every run. The times are not: they depend on what else the
   machine does."""
 
 
 def describe_machine() -> str:
     """The processor, how many cores this process may use, and how busy they are just now."""
-    name = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {name}, load {os.getloadavg()[0]:.1f} before the start"
-
-
-def commit() -> str:
-    """The checkout's commit, marked when files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
-    try:
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return f"{cores} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f} before the start"
 
 
 def main(
@@ -296,6 +293,8 @@ def main(
     try:
         results, info = measure(model, turns, warm_up, flags, logs, say)
         console.print(times_table(results))
+        if warning := caution(results):
+            console.print(warning, style="bold")
         if reused_tokens(results) == 0:
             reasons = sorted({str((each.kvshare.report or {}).get("reason")) for each in results})
             raise ServerError(f"nothing was reused (reasons given: {', '.join(reasons)})")

@@ -31,9 +31,6 @@ REQUEST_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 _TAIL_LINES = 25
 
-#: Variables of this project's own commands, which a server would take for misspelt settings.
-_NOT_FOR_SERVERS = ("KVSHARE_CACHE", "KVSHARE_TEST_MODEL")
-
 
 class ServerError(RuntimeError):
     """A server that did not start, died, or refused a request; the message says what to look at."""
@@ -122,7 +119,7 @@ class Server:
 
     def environment(self) -> dict[str, str]:
         """This process's environment, fitted to the mode."""
-        env = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_SERVERS}
+        env = dict(os.environ)
         if self.mode == "stock":
             env = {key: value for key, value in env.items() if not key.startswith("KVSHARE")}
             # On a machine without an accelerator stock SGLang does not start at all. So it may load

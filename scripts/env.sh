@@ -9,7 +9,7 @@
 # and an old checkout keeps the one it had.
 #
 # PYTHON         the CPython 3.11 to use (default: python3, else python3.11)
-# KVSHARE_CACHE  the cache (default: $XDG_CACHE_HOME/sglang-kvshare, else ~/.cache/sglang-kvshare)
+# SGLANG_KVSHARE_CACHE  the cache (default: $XDG_CACHE_HOME/sglang-kvshare, else ~/.cache/sglang-kvshare)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -50,7 +50,7 @@ done
 
 # --- up to date? ------------------------------------------------------------------------------
 
-cache=${KVSHARE_CACHE:-${XDG_CACHE_HOME:-${HOME:?is not set; set KVSHARE_CACHE}/.cache}/sglang-kvshare}
+cache=${SGLANG_KVSHARE_CACHE:-${XDG_CACHE_HOME:-${HOME:?is not set; set SGLANG_KVSHARE_CACHE}/.cache}/sglang-kvshare}
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)
 

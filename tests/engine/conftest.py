@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from reference import Reference
 from server import Server
+from server_configs import CONFIGS
 from tiny_models import MODELS
-
-from configs import CONFIGS
 
 PLATFORM = "SGLANG_PLATFORM"
 

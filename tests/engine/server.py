@@ -1,4 +1,4 @@
-"""A real SGLang server on a tiny model, in its own process group, with SGLang's strict checks on."""
+"""A real SGLang server on a tiny model, in its own process group, under SGLang's strict checks."""
 
 from __future__ import annotations
 
@@ -123,6 +123,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, model: Path, log: Path) -> None:
         self.config = config
+        self.model = model
         self.log_path = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -185,6 +186,7 @@ class Server:
         assert found is None, (
             f"{found[0]!r} in the log:\n{new[max(0, found.start() - 3000) :][:8000]}"
         )
+
     # --- requests ---------------------------------------------------------------------------
 
     def post(self, path: str, body: Any, timeout: float = 180) -> requests.Response:

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from comparing import expected_spared, largest_difference, narrow_layer
-from configs import on
 from prompts import Book, cached_part
 from server import check_counts, request_body, to_answer
+from server_configs import on
 
 pytestmark = pytest.mark.engine
 

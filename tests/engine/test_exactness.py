@@ -1,12 +1,16 @@
-"""What the server computes under reuse, against no reuse and against the reference."""
+"""What the server computes under reuse, against no reuse and against the reference.
+
+Causality rests on these tests: the server equals a reference in which a row sees the keys up to its
+own position and nothing else. (The key and value rows of a running server cannot be read, and
+prompt log-probabilities switch reuse off; the attention alone is tested among the unit tests.)
+"""
 
 from __future__ import annotations
 
 import pytest
 from comparing import difference, expected_spared, largest_difference, narrow_layer
 from prompts import Book, cached_part
-
-from configs import ALL, on
+from server_configs import ALL, on
 
 pytestmark = pytest.mark.engine
 
@@ -74,7 +78,7 @@ def test_a_span_behind_an_exact_prefix(server, references):
     reference = references[server.config.model]
     book = Book(13)
     page = server.config.page_size
-    base, pieces = book.donor([100, 80, 60])
+    base, _ = book.donor([100, 80, 60])
     server.generate(base, 1, logprobs=False)
     other = donors(server, book)
     tail, matches = book.prompt([other[0], other[4]])

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 from comparing import difference
-from configs import on
 from prompts import Book
 from server import request_body
+from server_configs import on
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def test_each_domain_reuses_its_own_and_nothing_of_the_others(server):
     """Every domain serves the same donor; a domain sees a passage only after it served it."""
     book = Book(41)
     donor, pieces = book.donor([40, 40])
-    prompt, matches = book.prompt(pieces[::-1])
+    prompt, _ = book.prompt(pieces[::-1])
     page = server.config.page_size
     served = len(donor) // page * page
     for domain in DOMAINS:

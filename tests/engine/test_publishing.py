@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from comparing import difference, expected_spared, largest_difference, narrow_layer
-from configs import on
 from prompts import Book, cached_part
+from server_configs import on
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +69,7 @@ def test_exact_new_tokens_are_published_as_donors(server, references):
     donor, pieces = book.donor([60])
     server.generate(donor, 1)
     own = book.passage(50)
-    prompt, matches = book.prompt(pieces)
+    prompt, _ = book.prompt(pieces)
     second = [*own, *prompt]
     assert server.generate(second, 1, recompute_ratio=0).report["reused_tokens"] == 60
     third = [941, *own, 942]
@@ -120,3 +120,32 @@ def test_a_flush_takes_the_donors_along(server):
     assert server.generate(prompt, 1, recompute_ratio=0).report["reused_tokens"] > 0
     server.flush()
     assert server.generate(prompt, 1, recompute_ratio=0).counts == (0, 0, 0, len(prompt))
+
+
+@on("llama", "mistral")
+def test_new_weights_leave_no_donor_of_the_old_ones(server, references):
+    """The same weights, loaded anew: SGLang flushes its cache, and the index goes with it."""
+    reference = references[server.config.model]
+    book = Book(57)
+    donor, pieces = book.donor([90, 90])
+    server.generate(donor, 1)
+    prompt, _ = book.prompt(pieces[::-1])
+    folder = server.model
+    response = server.post("/update_weights_from_disk", {"model_path": str(folder)})
+    assert response.status_code == 200, response.text
+    answer = server.generate(prompt, 8, recompute_ratio=0)
+    assert answer.counts == (0, 0, 0, len(prompt))
+    assert largest_difference(answer, reference, reference.full(prompt)) < ROUNDING
+
+
+@on("llama")
+def test_a_session_is_served_without_reuse(server):
+    book = Book(58)
+    donor, pieces = book.donor([90, 90])
+    server.generate(donor, 1)
+    prompt, _ = book.prompt(pieces[::-1])
+    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    first = server.generate(prompt, 4, fields={"session_params": {"id": session}})
+    assert first.report["reason"] == "unsupported_request"
+    assert first.counts == (0, 0, 0, len(prompt))
+    server.post("/close_session", {"session_id": session})

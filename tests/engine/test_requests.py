@@ -7,9 +7,9 @@ import json
 import pytest
 import requests
 from comparing import difference, largest_difference
-from configs import on
 from prompts import Book
 from server import check_counts, request_body, to_answer
+from server_configs import on
 
 pytestmark = pytest.mark.engine
 
@@ -99,6 +99,12 @@ def test_the_last_token_s_logprob_does_not_prevent_reuse(server):
     answer = server.generate(prompt, 8, logprob_start_len=len(prompt) - 1)
     assert answer.report["reused_tokens"] > 0
     assert len(answer.input_logprobs) == 1
+    # Log-probabilities of tokens chosen by the client take another way through the logits.
+    wanted = list(answer.top[0])[:3]
+    again = server.generate(prompt, 1, fields={"token_ids_logprob": wanted})
+    (given,) = again.meta["output_token_ids_logprobs"]
+    for logprob, token, _ in given:
+        assert abs(again.top[0][token] - logprob) < ROUNDING
 
 
 @on("installed")
@@ -137,7 +143,7 @@ def test_no_match_is_said(server):
 def test_one_token_prompts_and_the_shortest_answers(server):
     for ids in ([5], [6, 7]):
         assert server.generate(ids, 1).counts == (0, 0, 0, len(ids))
-    donor, pieces = serve_donor(server, Book(35))
+    _, pieces = serve_donor(server, Book(35))
     prompt, matches = Book(36).prompt(pieces[::-1])
     # Nothing is generated: the prompt is computed for its own sake.
     response = server.post("/generate", request_body(prompt, 0, kvshare={"recompute_ratio": 0}))

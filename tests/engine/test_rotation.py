@@ -61,7 +61,7 @@ def test_a_moved_key_equals_one_rotated_from_scratch(kind, heads):
 
 
 def test_a_move_there_and_back_by_two_copies_is_what_one_move_gives():
-    """Not how it is used (a copy is always from the donor's stored value), but rotations compose."""
+    """Not how it is used (every copy is from the donor's stored value), but rotations compose."""
     from sglang_kvshare.engine.placement import fp32_table
     from sglang_kvshare.recompute.rope import move_keys, plan_move
 
@@ -70,9 +70,7 @@ def test_a_move_there_and_back_by_two_copies_is_what_one_move_gives():
     keys = torch.randn(50, 2, HEAD, generator=torch.Generator().manual_seed(6))
     a, b = torch.arange(50), torch.arange(50).flip(0) + 500
     there = move_keys(keys, plan_move(table, a, b))
-    torch.testing.assert_close(
-        move_keys(there, plan_move(table, b, a)), keys, atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(move_keys(there, plan_move(table, b, a)), keys, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -99,7 +97,7 @@ def test_half_precision_keys_are_moved_in_fp32_and_rounded_once(dtype):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"rope_scaling": YARN_SCALING}, "Yarn"),
+        ({"rope_scaling": YARN_SCALING}, "YaRN"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "DynamicNTK"),
         ({"is_neox_style": False}, "GPT-J"),
     ],
@@ -114,16 +112,21 @@ def test_every_other_kind_is_refused_by_name(settings, name):
 
 def test_every_rotary_class_of_sglang_is_either_served_or_refused():
     """No class slips through by inheriting from one that is served."""
+    import importlib
+    import pkgutil
+
     from sglang.srt.layers import rotary_embedding
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     from sglang_kvshare.engine.support import SUPPORTED_ROPE, Unsupported, check_rope
 
-    classes = {
-        value
-        for value in vars(rotary_embedding).values()
-        if isinstance(value, type) and issubclass(value, RotaryEmbedding)
-    }
+    for module in pkgutil.iter_modules(rotary_embedding.__path__, rotary_embedding.__name__ + "."):
+        importlib.import_module(module.name)
+    classes, stack = set(), [RotaryEmbedding]
+    while stack:
+        kind = stack.pop()
+        classes.add(kind)
+        stack += kind.__subclasses__()
     assert len(classes) > 5
     for kind in classes:
         rope = kind.__new__(kind)

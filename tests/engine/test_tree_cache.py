@@ -1,4 +1,4 @@
-"""KVShareRadixCache on SGLang's real allocators, under every order of events hypothesis can think of.
+"""KVShareRadixCache on SGLang's real allocators, under any order of events.
 
 No model runs. Instead every slot remembers what was written to it (token, position, trust domain,
 exact or not), so that each copy and each published slot can be checked.
@@ -87,7 +87,9 @@ class RecordingPlacer:
         # All donors are read before a target is written.
         read = [self.machine.written.get(int(slot)) for slot in copy.source_slots]
         columns = (copy.target_slots, copy.source_positions, copy.target_positions)
-        for was, target, source, position in zip(read, *map(torch.Tensor.tolist, columns)):
+        for was, target, source, position in zip(
+            read, *map(torch.Tensor.tolist, columns), strict=True
+        ):
             assert was is not None, "a donor slot that nobody wrote"
             assert was.exact, "an approximate donor"
             assert was.position == source, (was, source)
@@ -269,7 +271,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
         if end < total:
             self.cache.checkpoint(req, up_to=end)
         else:
-            assert state.placement is None and not state.donor_locks
+            assert state.placement is None
+            assert not state.donor_locks
             # Counted once, at the first prefill: a retracted request is longer by its output.
             assert state.report.prompt_tokens == len(req.origin_input_ids)
             assert state.report.new_tokens >= 1

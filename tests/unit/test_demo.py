@@ -81,6 +81,15 @@ def test_times_table_fits_and_takes_medians_of_the_later_requests() -> None:
     assert median.split()[2:8] == ["2.50", "s", "5.00", "s", "7.50", "s"]
 
 
+@pytest.mark.parametrize(("slowest", "warned"), [(2.4, False), (5.0, True)])
+def test_unequal_times_for_equal_work_are_pointed_out(slowest: float, warned: bool) -> None:
+    turn = results()[0].turn
+    first = Measured(turn, answer(2.0), answer(slowest), answer(2.1))
+    warning = demo.caution([first, *results()[1:]])
+    assert (warning is not None) == warned
+    assert warning is None or "from 2.00 to 5.00 s" in warning
+
+
 def test_answers_show_stock_only_where_it_differs() -> None:
     turn = Turn((1, 2), results()[0].turn.question, (1,))
     same = Measured(turn, answer(1, "[ours]"), answer(1, "full"), answer(1, "full"))

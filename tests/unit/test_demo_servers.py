@@ -193,8 +193,6 @@ def test_stock_is_the_same_command_without_kvshare(tmp_path: Path) -> None:
 
 
 def test_environment_of_each_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSHARE_CACHE", "/cache")
-    monkeypatch.setenv("KVSHARE_TEST_MODEL", "/model")
     monkeypatch.setenv("KVSHARE_SEAM_TOKENS", "4")
     monkeypatch.setenv("OTHER", "kept")
     ours = Server("m", log=tmp_path / "log", env={"MORE": "1"}).environment()

@@ -38,7 +38,10 @@ CONFIGS = _configs(
     ServerConfig(
         "qwen2",
         "qwen2",
-        (*EAGER, *TIGHT, *CHUNKS, "--enable-mixed-chunk", "--kvshare-narrow-layer", "1"),
+        (
+            *(*EAGER, *TIGHT, *CHUNKS, "--enable-mixed-chunk", "--schedule-policy", "lpm"),
+            *("--kvshare-narrow-layer", "1"),
+        ),
         RETRACT,
     ),
     ServerConfig(
