@@ -120,6 +120,7 @@ def ask(url: str, ids: list[int], what: str, turn: int, **settings: Any) -> Meas
     ttft_ms = (time.perf_counter() - begin) * 1e3
     response.raise_for_status()
     details = response.json()["meta_info"].get("cached_tokens_details") or {}
+    print(f"turn {turn:3d}  {what:10s} {ttft_ms:8.0f} ms", file=sys.stderr, flush=True)
     return Measurement(what, turn, ttft_ms, details.get("kvshare", {}))
 
 

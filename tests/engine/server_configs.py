@@ -58,7 +58,8 @@ CONFIGS = _configs(
         "linear_rope",
         (
             *(*EAGER, "--max-total-tokens", "1536", "--max-running-requests", "24"),
-            *(*CHUNKS, "--enable-mixed-chunk", "--page-size", "64"),
+            # A mixed chunk gives a token to each decoding row, and the rest in whole pages.
+            *("--chunked-prefill-size", "192", "--enable-mixed-chunk", "--page-size", "64"),
         ),
         RETRACT,
     ),

@@ -150,6 +150,9 @@ class TreeCacheMachine(RuleBasedStateMachine):
         piece = st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(6, 24))
         pieces = data.draw(st.lists(piece, min_size=1, max_size=4))
         tokens = [data.draw(st.integers(0, 2))]
+        if self.seen and data.draw(st.booleans()):
+            # A prompt that shares its beginning with an earlier one: nodes are split.
+            tokens = data.draw(st.sampled_from(self.seen))[: data.draw(st.integers(1, 40))]
         for number, begin, length in pieces:
             tokens += [*PASSAGES[number][begin : begin + length], number % 3]
         tokens = tokens[:70]
@@ -166,6 +169,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         from sglang_kvshare.engine.admission import plan_admitted
+        from sglang_kvshare.engine.state import state_of
 
         req = self.waiting.pop(0)
         req.refresh()
@@ -177,6 +181,9 @@ class TreeCacheMachine(RuleBasedStateMachine):
                     req=req,
                 )
             )
+        if state_of(req).options.reuse == "off":
+            assert match.device_prefix_len == 0
+            assert match.last_device_node is self.cache.root_node
         req.prefix_len = match.device_prefix_len
         req.last_node = match.last_device_node
         req.kv.cache_protected_len = req.prefix_len
@@ -293,7 +300,10 @@ class TreeCacheMachine(RuleBasedStateMachine):
     def allocate(self, tokens):
         size = -(-tokens // self.page_size) * self.page_size
         self.allocator.evict_to_free_tokens(self.cache, size)
-        return self.allocator.alloc(size)
+        slots = self.allocator.alloc(size)
+        # Donors give way before an allocation fails.
+        assert slots is not None or self.cache.held_donor_locks == 0
+        return slots
 
     def decoding(self):
         return [r for r in self.live if r.prefix_len >= len(r.full_untruncated_fill_ids)]
@@ -499,7 +509,7 @@ def test_slots_locks_and_index_under_any_order_of_events(page_size):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=100,
+            max_examples=150,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -547,6 +557,33 @@ def test_the_machine_does_reuse():
     assert (report.reused_tokens, report.donors, report.decision) == (16, 1, "reuse")
     # The donor, and the one exact token before the first reused one.
     assert sum(len(node.key) for node in machine.nodes()) == len(DONOR) + 1
+    check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_donors_give_way_before_an_allocation_fails():
+    """Between two chunks somebody needs the memory that the donor has."""
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+    from sglang_kvshare.engine.state import RequestState, attach, state_of
+    from sglang_kvshare.request import RequestOptions
+
+    machine = fresh()
+    served(machine, DONOR)
+    req = FakeReq("r", array("q", [3] * 8 + PROMPT), None, None, kv=ReqKvInfo())
+    attach(req, RequestState(RequestOptions("approximate", 0.0, "seams")))
+    machine.waiting.append(req)
+    machine.admit(chunk=8, another_match=False)
+    assert machine.cache.held_donor_locks == 1
+    free = machine.allocator.available_size()
+    taken = machine.allocate(free + len(DONOR))
+    assert taken is not None
+    assert machine.cache.held_donor_locks == 0
+    machine.allocator.free(taken)
+    machine.extend(req, 1000)
+    report = state_of(req).report
+    assert (report.decision, report.reason) == ("none", "donor_evicted")
+    assert report.new_tokens == len(PROMPT) + 8
     check_all(machine)
 
 
