@@ -56,14 +56,18 @@ class ReuseReport:
         return asdict(self)
 
 
-def parse_request_options(
-    custom_params: Mapping[str, Any] | None, config: KVShareConfig
-) -> RequestOptions:
+def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestOptions:
     """Read ``custom_params['kvshare']`` of one request.
+
+    Args:
+        custom_params: what the client sent: an object, or ``None`` for nothing.
+        config: the server's defaults.
 
     Raises:
         RequestError: unknown key, or a value that is not allowed.
     """
+    if custom_params is not None and not isinstance(custom_params, Mapping):
+        raise RequestError(f"custom_params must be an object, not {type(custom_params).__name__}")
     raw = (custom_params or {}).get(PARAMS_KEY)
     if raw is None:
         raw = {}

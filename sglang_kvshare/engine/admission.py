@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 from sglang_kvshare.plan import place
@@ -92,6 +94,8 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> ReuseRepor
 
 def _refusal(req: Any) -> str | None:
     """Why this request must be computed in full, if it must."""
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        return "force_miss"
     length = len(req.full_untruncated_fill_ids)
     if req.return_logprob and 0 <= req.logprob_start_len < length - 1:
         return "prompt_logprobs"
@@ -114,9 +118,9 @@ def _none(req: Any, reason: str) -> ReuseReport:
     return ReuseReport(prefix_tokens=prefix, new_tokens=length - prefix, reason=reason)
 
 
-def settle(state: RequestState, *, finished: bool) -> None:
-    """Make the report true to what was placed, once the last chunk has been."""
-    if state.reported or not finished:
+def settle(state: RequestState, *, lost_because: str) -> None:
+    """Make the report true to what was placed, when the last chunk of the prefill runs."""
+    if state.reported:
         return
     state.reported = True
     lost = state.report.reused_tokens - state.placed_tokens
@@ -126,5 +130,5 @@ def settle(state: RequestState, *, finished: bool) -> None:
             reused_tokens=state.placed_tokens,
             new_tokens=state.report.new_tokens + lost,
             decision="reuse" if state.placed_tokens else "none",
-            reason="donor_evicted",
+            reason=lost_because,
         )

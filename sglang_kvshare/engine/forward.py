@@ -77,50 +77,57 @@ class _Chunk:
 def _place_or_miss(parts: WorkerParts, batch: Any) -> KeptRows | None:
     """A fault here is a miss: every row runs, and overwrites whatever was placed."""
     try:
-        return _place(parts, batch)
+        chunks = _chunks(batch)
+        kept = None
+        if chunks:
+            _copy(parts, batch, chunks)
+            kept = _kept_rows(batch, chunks)
+            _account(batch.tree_cache, chunks)
+        reason = "donor_evicted"
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
-        for req in batch.reqs:
-            if (state := state_of(req)) is not None:
-                batch.tree_cache.release(state)
-        return None
+        kept, reason = None, "placement_failed"
+        for state in filter(None, map(state_of, batch.reqs)):
+            batch.tree_cache.release(state)
+    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        state = state_of(req)
+        if state is not None and start + count >= len(req.full_untruncated_fill_ids):
+            settle(state, lost_because=reason)
+    return kept
 
 
-def _place(parts: WorkerParts, batch: Any) -> KeptRows | None:
-    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses."""
+def _chunks(batch: Any) -> list[_Chunk]:
+    """What the requests of this batch still have to place, cut to the rows that run now."""
     chunks: list[_Chunk] = []
-    row, reusing = 0, False
+    row = 0
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         state = state_of(req)
         if state is not None and state.placement is not None:
-            reusing = True
             part = state.placement.within(start, start + count)
             chunks.append(_Chunk(state, part, row, start))
         row += count
-    if reusing:
-        _copy(parts, batch, chunks)
-        kept = _kept_rows(batch, chunks, row)
-    cache = batch.tree_cache
-    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-        state = state_of(req)
-        if state is not None and not state.reported:
-            finished = start + count >= len(req.full_untruncated_fill_ids)
-            settle(state, finished=finished)
+    return chunks
+
+
+def _account(cache: Any, chunks: list[_Chunk]) -> None:
+    """Note what was placed, and let go of donors that have nothing left to give."""
     for chunk in chunks:
-        placement = chunk.state.placement
-        if placement is not None and _is_placed(placement, chunk):
-            cache.release(chunk.state)
-    return kept if reusing else None
+        state, placed = chunk.state, chunk.placement
+        state.placed_tokens += placed.reused_tokens
+        if state.exact_until is None:
+            state.exact_until = placed.exact_until
+        if _is_placed(state.placement, placed):
+            cache.release(state)
 
 
 def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
+    begin = time.perf_counter()
     device = batch.out_cache_loc.device
     rows = [chunk.placement.positions + (chunk.row - chunk.start) for chunk in chunks]
 
     def joined(arrays: list[Any]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
 
-    begin = time.perf_counter()
     targets = batch.out_cache_loc.index_select(0, joined(rows)).to(torch.int64)
     if targets.shape[0]:
         parts.placer.place(
@@ -134,15 +141,10 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3
     logger.debug("KVShare placed %d tokens in %.2f ms", targets.shape[0], elapsed_ms)
-    for chunk in chunks:
-        placed = chunk.placement
-        chunk.state.placed_tokens += placed.reused_tokens
-        if placed.exact_until is not None and chunk.state.exact_until is None:
-            chunk.state.exact_until = placed.exact_until
 
 
-def _kept_rows(batch: Any, chunks: list[_Chunk], total_rows: int) -> KeptRows:
-    keep = np.ones(total_rows, dtype=np.bool_)
+def _kept_rows(batch: Any, chunks: list[_Chunk]) -> KeptRows:
+    keep = np.ones(sum(batch.extend_lens), dtype=np.bool_)
     for chunk in chunks:
         keep[chunk.placement.positions + (chunk.row - chunk.start)] = False
     extends = np.asarray(batch.extend_lens, dtype=np.int64)
@@ -171,9 +173,8 @@ def _kept_rows(batch: Any, chunks: list[_Chunk], total_rows: int) -> KeptRows:
     )
 
 
-def _is_placed(placement: Placement, chunk: _Chunk) -> bool:
-    """Whether nothing of the plan lies beyond this chunk."""
-    if not placement.reused_tokens:
+def _is_placed(placement: Placement | None, part: Placement) -> bool:
+    """Whether nothing of ``placement`` lies beyond ``part``."""
+    if placement is None or not placement.reused_tokens:
         return True
-    part = chunk.placement
     return bool(part.reused_tokens) and part.positions[-1] == placement.positions[-1]

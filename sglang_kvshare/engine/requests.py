@@ -28,7 +28,8 @@ async def serve_generate(original: Any, obj: Any, request: Any) -> Any:
     given = obj.sampling_params
     try:
         for params in given if isinstance(given, list) else [given]:
-            _check(params.get("custom_params") if isinstance(params, Mapping) else None)
+            if isinstance(params, Mapping):
+                parse_request_options(params.get("custom_params"), _config())
     except RequestError as error:
         from sglang.srt.utils.json_response import orjson_response
 
@@ -39,7 +40,7 @@ async def serve_generate(original: Any, obj: Any, request: Any) -> Any:
 async def handle_openai(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
     """Hook of ``OpenAIServingBase.handle_request``: the OpenAI API, before a stream begins."""
     try:
-        _check(getattr(request, "custom_params", None))
+        parse_request_options(getattr(request, "custom_params", None), _config())
     except RequestError as error:
         return self.create_error_response(str(error))
     return await original(self, request, raw_request)
@@ -64,11 +65,6 @@ def create(original: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -
     ).tree_key()
     attach(req, state)
     return req
-
-
-def _check(custom_params: Any) -> None:
-    if custom_params is None or isinstance(custom_params, Mapping):
-        parse_request_options(custom_params, _config())
 
 
 def _config() -> KVShareConfig:

@@ -8,6 +8,7 @@ coherent; ``checkpoint`` publishes exact KV only; ``evict`` gives way when memor
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -178,7 +179,12 @@ class KVShareRadixCache(RadixCache):
             for number in np.unique(self.index.nodes_of(placement.slots))
         }
         # A node above another one belongs to the same sequence, and a lock below covers it.
-        above = {parent.id for node in owners.values() for parent in self._above(node)}
+        parents = {parent.id: parent for node in owners.values() for parent in self._above(node)}
+        above = parents.keys()
+        # A donor that serves is in use, for eviction as well.
+        now = time.monotonic()
+        for node in (*owners.values(), *parents.values()):
+            node.last_access_time = now
         donors = [node for number, node in owners.items() if number not in above]
         state.placement = placement
         state.donor_locks = [self.lock(node) for node in donors]

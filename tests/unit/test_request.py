@@ -62,6 +62,12 @@ def test_anything_but_an_object_is_refused(value):
         parse_request_options({"kvshare": value}, CONFIG)
 
 
+@pytest.mark.parametrize("value", ["off", ["kvshare"], 7, True])
+def test_custom_params_that_are_no_object_are_refused(value):
+    with pytest.raises(RequestError, match="custom_params must be an object"):
+        parse_request_options(value, CONFIG)
+
+
 def test_the_report_counts_the_whole_prompt_and_is_plain_data():
     report = ReuseReport(1, 2, 3, 4, decision="reuse", reason="ok", donors=1)
     assert report.prompt_tokens == 10
