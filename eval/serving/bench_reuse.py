@@ -189,7 +189,7 @@ def main() -> int:
     ):
         gain = measure_gain(kvshare.url, prompts, args.repeats)
         placed = placements_ms(kvshare.log)
-    idle: list[Measurement] = []
+    idle: dict[str, list[Measurement]] = {}
     # Which of two servers was started first, and what it did before, is worth several percent on
     # a CPU. So both are new, and each is the first one once.
     for modes in (("kvshare", "stock"), ("stock", "kvshare")):
@@ -200,20 +200,20 @@ def main() -> int:
                 ).url
                 for mode in modes
             }
-            idle += measure_idle_cost(urls, prompts, args.tokens, args.idle_repeats)
+            idle[modes[0]] = measure_idle_cost(urls, prompts, args.tokens, args.idle_repeats)
     command = " ".join(["python -m kvshare_eval.serving.bench_reuse", *sys.argv[1:]])
     facts = {"command": command, **machine_facts()}
     report(gain, idle, placed, facts, args.tokens)
     if args.out:
         with args.out.open("w", encoding="utf-8") as out:
-            for line in [facts, *(asdict(one) for one in gain + idle)]:
+            for line in [facts, *(asdict(one) for one in sum(idle.values(), gain))]:
                 out.write(json.dumps(line) + "\n")
     return 0
 
 
 def report(
     gain: list[Measurement],
-    idle: list[Measurement],
+    idle: dict[str, list[Measurement]],
     placed: list[float],
     facts: dict[str, str],
     tokens: int,
@@ -224,7 +224,11 @@ def report(
     share = computed / tokens
     speedup = paired_ratio(of(gain, "off"), of(gain, "reuse"))
     same_kernel = paired_ratio(of(gain, "all rows"), of(gain, "reuse"))
-    cost = paired_ratio(of(idle, "kvshare"), of(idle, "stock"))
+    costs = {
+        first: paired_ratio(of(found, "kvshare"), of(found, "stock"))
+        for first, found in idle.items()
+    }
+    cost = statistics.geometric_mean(ratio.median for ratio in costs.values())
     placement = statistics.median(placed) / statistics.median(of(gain, "reuse"))
     console = Console(width=None if sys.stdout.isatty() else 100)
     table = Table(title=f"{tokens}-token prompts, {sample['reused_tokens']} tokens reused")
@@ -238,7 +242,9 @@ def report(
         f"{speedup.median * share:.3f}; same kernel {same_kernel.median * share:.3f}",
         "at least 0.75",
     )
-    table.add_row("no reuse possible: TTFT, KVShare / stock", str(cost), "at most 1.02")
+    for first, ratio in costs.items():
+        table.add_row(f"no reuse possible: KVShare / stock, {first} started first", str(ratio), "")
+    table.add_row("no reuse possible: both orders, geometric mean", f"{cost:.3f}", "at most 1.02")
     table.add_row("copy and rotate / TTFT", f"{placement:.4f}", "below 0.03")
     console.print(table)
     for key, value in facts.items():
