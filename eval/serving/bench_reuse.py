@@ -243,8 +243,8 @@ def report(
         "at least 0.75",
     )
     for first, ratio in costs.items():
-        table.add_row(f"no reuse possible: KVShare / stock, {first} started first", str(ratio), "")
-    table.add_row("no reuse possible: both orders, geometric mean", f"{cost:.3f}", "at most 1.02")
+        table.add_row(f"no reuse: KVShare / stock, {first} started 1st", str(ratio), "")
+    table.add_row("no reuse: both orders, geometric mean", f"{cost:.3f}", "at most 1.02")
     table.add_row("copy and rotate / TTFT", f"{placement:.4f}", "below 0.03")
     console.print(table)
     for key, value in facts.items():
