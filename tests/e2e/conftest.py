@@ -1,4 +1,4 @@
-"""One real server on the default model for all end-to-end tests."""
+"""One real server on the default model for the end-to-end tests; it ends before others start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(model_folder, tmp_path_factory):
     with Server(model_folder, log=tmp_path_factory.mktemp("server") / "server.log") as running:
         yield running
