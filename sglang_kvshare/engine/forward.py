@@ -77,23 +77,32 @@ class _Chunk:
 def _place_or_miss(parts: WorkerParts, batch: Any) -> KeptRows | None:
     """A fault here is a miss: every row runs, and overwrites whatever was placed."""
     try:
-        chunks = _chunks(batch)
-        kept = None
-        if chunks:
-            _copy(parts, batch, chunks)
-            kept = _kept_rows(batch, chunks)
-            _account(batch.tree_cache, chunks)
-        reason = "donor_evicted"
+        return _place(parts, batch)
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
-        kept, reason = None, "placement_failed"
         for state in filter(None, map(state_of, batch.reqs)):
             batch.tree_cache.release(state)
+        _settle(batch, "placement_failed")
+        return None
+
+
+def _place(parts: WorkerParts, batch: Any) -> KeptRows | None:
+    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses."""
+    chunks, kept = _chunks(batch), None
+    if chunks:
+        _copy(parts, batch, chunks)
+        kept = _kept_rows(batch, chunks)
+        _account(batch.tree_cache, chunks)
+    _settle(batch, "donor_evicted")
+    return kept
+
+
+def _settle(batch: Any, lost_because: str) -> None:
+    """Fix the reports of the requests whose prefill ends with this batch."""
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         state = state_of(req)
         if state is not None and start + count >= len(req.full_untruncated_fill_ids):
-            settle(state, lost_because=reason)
-    return kept
+            settle(state, lost_because=lost_because)
 
 
 def _chunks(batch: Any) -> list[_Chunk]:

@@ -35,7 +35,7 @@ def test_each_field_of_the_report_has_its_row(configuration):
 
 def test_each_reason_in_the_code_is_explained(configuration):
     code = "".join(path.read_text() for path in (ROOT / "sglang_kvshare").rglob("*.py"))
-    named = set(re.findall(r'reason="(\w+)"', code))
+    named = set(re.findall(r'(?:reason=|_settle\(batch, )"(\w+)"', code))
     named |= set(re.findall(r'_none\(req, "(\w+)"\)', code)) | set(
         re.findall(r'return "(\w+)"$', code, re.MULTILINE)
     )
