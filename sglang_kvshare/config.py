@@ -91,6 +91,13 @@ class KVShareConfig:
         low=1,
         high=64,
     )
+    max_depth: int = _option(
+        1,
+        "Approximations that may rest on each other in a donor. 0: only exactly computed values "
+        "serve as donors; 1: also what was computed on reused exact values; and so on.",
+        low=0,
+        high=8,
+    )
     narrow_layer: int = _option(
         0,
         "First layer that runs for the selected and the new rows only; the layers before it "

@@ -28,12 +28,14 @@ class Span:
         source: position of the first donor token in the donor's own sequence.
         slots: int64 ``[length]``, KV slot of each donor token, in order.
         kind: ``exact_run`` (equal tokens, found by the run index).
+        depth: approximations that rest on each other in the donor's values; 0 for exact ones.
     """
 
     start: int
     source: int
     slots: Int64Array
     kind: str = "exact_run"
+    depth: int = 0
 
     @property
     def length(self) -> int:
@@ -50,7 +52,7 @@ class ReusePlan:
 
     Attributes:
         prompt_tokens: length ``n`` of the prompt.
-        prefix_tokens: length ``P`` of the exact prefix.
+        prefix_tokens: length ``P`` of the prefix that the radix tree serves.
         spans: in order of position, without overlap, all within ``[P, n - 1)``: the last token of
             a prompt is always computed, since its logits are asked for.
     """
@@ -71,6 +73,11 @@ class ReusePlan:
     @property
     def matched_tokens(self) -> int:
         return sum(span.length for span in self.spans)
+
+    @property
+    def depth(self) -> int:
+        """The largest depth of a span's donor; 0 when there is none."""
+        return max((span.depth for span in self.spans), default=0)
 
     @property
     def new_tokens(self) -> int:

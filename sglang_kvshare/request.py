@@ -28,6 +28,11 @@ class RequestOptions:
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
 
+    @property
+    def quality(self) -> str:
+        """Settings that decide how close reused values come to computed ones."""
+        return f"{self.selector}:{self.recompute_ratio!r}"
+
 
 @dataclass(frozen=True)
 class ReuseReport:

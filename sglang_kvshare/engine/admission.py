@@ -8,15 +8,15 @@ nothing can leave the tree in between, since both happen in one pass of the sche
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from sglang.srt.environ import envs
-
+from sglang_kvshare.engine.branches import depth_of, exact_ancestor
+from sglang_kvshare.engine.eligibility import refusal
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
-from sglang_kvshare.plan import place
+from sglang_kvshare.plan import Placement, ReusePlan, place
 from sglang_kvshare.recompute.selectors import SelectionSettings, select
 from sglang_kvshare.request import ReuseReport
 
@@ -37,85 +37,119 @@ def _planning(stock: Any) -> type:
             result = super().add_one_req(req, *args, **kwargs)
             admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
             if admitted and isinstance(self.tree_cache, KVShareRadixCache):
-                plan_admitted(self.tree_cache, req)
+                branch_tokens = plan_admitted(self.tree_cache, req)
+                if not req.retracted_stain:
+                    # SGLang's own counters say "cached" for what is exact.
+                    self.log_device_hit_tokens -= branch_tokens
+                    req.already_computed = branch_tokens
             return result
 
     return PlanningPrefillAdder
 
 
-def plan_admitted(cache: KVShareRadixCache, req: Any) -> None:
-    """Match, select and hold the donors of one admitted request; a fault is a miss."""
+def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
+    """Match, select and hold the donors of one admitted request; a fault is a miss.
+
+    Returns:
+        the part of the request's prefix that came from an approximate branch, in tokens.
+    """
     state = state_of(req)
     if state is None:
-        return
+        return 0
     cache.release(state)
-    state.placed_tokens, state.exact_until = 0, None
+    _, branch_tokens = exact_ancestor(req.last_node)
+    state.begin_prefill(
+        int(req.prefix_len) - branch_tokens,
+        branch_tokens,
+        depth_of(req.last_node),
+        cache.generation,
+    )
     try:
-        report = _plan(cache, req, state)
-    except Exception:
-        logger.exception("KVShare could not plan request %s; it is served without reuse", req.rid)
+        outcome = _plan(cache, req, state)
+    except Exception as error:
+        step = getattr(error, "kvshare_step", "match")
+        logger.exception(
+            "KVShare could not plan request %s (%s); it is served without", req.rid, step
+        )
+        cache.fault(step)
         cache.release(state)
-        report = _none(req, "planning_failed")
+        outcome = _Outcome("planning_failed")
     if not state.reported:
-        state.report = report
+        state.report = _report(req, state, outcome)
+    return branch_tokens
 
 
-def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> ReuseReport:
+@dataclass(frozen=True)
+class _Outcome:
+    """What planning came to; ``placement`` is ``None`` when nothing is placed."""
+
+    reason: str
+    placement: Placement | None = None
+    donors: int = 0
+    matched_tokens: int = 0
+
+
+def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     options = state.options
     if options.reuse != "approximate":
-        return _none(req, options.reuse)
-    if reason := _refusal(req):
-        return _none(req, reason)
+        return _Outcome(options.reuse)
+    if reason := refusal(req):
+        return _Outcome(reason)
     config = cache.config
     left_tokens = len(req.full_untruncated_fill_ids) - 1 - int(req.prefix_len)
     if left_tokens < config.min_run_tokens:
-        return _none(req, "prefix_covers_prompt")
+        return _Outcome("prefix_covers_prompt")
     if cache.index_failed:
-        return _none(req, "index_failed")
-    plan = cache.plan(req)
+        return _Outcome("index_failed")
+    with step("match"):
+        plan = cache.plan(req)
     if not plan.spans:
-        return _none(req, "no_match")
-    settings = SelectionSettings(options.recompute_ratio, config.seam_tokens, config.tail_tokens)
-    placement = place(plan, select(options.selector, plan, settings))
+        return _Outcome("no_match")
+    with step("select"):
+        placement = _select(cache, state, plan)
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.
     if options.recompute_ratio < 1 and placement.reused_tokens < config.min_saved_tokens:
-        return _none(req, "below_minimum")
-    donors = cache.hold(state, placement)
-    return ReuseReport(
-        prefix_tokens=plan.prefix_tokens,
-        reused_tokens=placement.reused_tokens,
-        recomputed_tokens=placement.recomputed_tokens,
-        new_tokens=plan.new_tokens,
-        donors=donors,
-        decision="reuse",
-        reason="ok",
-    )
+        return _Outcome("below_minimum")
+    with step("lock"):
+        donors = cache.hold(state, placement)
+    state.planned_depth = max(state.depth, plan.depth + 1)
+    return _Outcome("ok", placement, donors, plan.matched_tokens)
 
 
-def _refusal(req: Any) -> str | None:
-    """Why this request must be computed in full, if it must."""
-    if envs.SGLANG_RADIX_FORCE_MISS.get():
-        return "force_miss"
-    length = len(req.full_untruncated_fill_ids)
-    if req.return_logprob and 0 <= req.logprob_start_len < length - 1:
-        return "prompt_logprobs"
-    special = (
-        req.input_embeds,
-        req.positional_embed_overrides,
-        req.multimodal_inputs,
-        req.session,
-        req.beam_group,
-        req.multi_item_delimiter_indices,
-        req.token_indices_to_pool,
-    )
-    if req.return_hidden_states or any(value is not None for value in special):
-        return "unsupported_request"
-    return None
+def _select(cache: KVShareRadixCache, state: RequestState, plan: ReusePlan) -> Placement:
+    options, config = state.options, cache.config
+    settings = SelectionSettings(options.recompute_ratio, config.seam_tokens, config.tail_tokens)
+    return place(plan, select(options.selector, plan, settings))
 
 
-def _none(req: Any, reason: str) -> ReuseReport:
+def _report(req: Any, state: RequestState, outcome: _Outcome) -> ReuseReport:
     length, prefix = len(req.full_untruncated_fill_ids), int(req.prefix_len)
-    return ReuseReport(prefix_tokens=prefix, new_tokens=length - prefix, reason=reason)
+    placement, branch = outcome.placement, state.branch_tokens
+    reuses = placement is not None or branch > 0
+    return ReuseReport(
+        prefix_tokens=prefix - branch,
+        reused_tokens=branch + (0 if placement is None else placement.reused_tokens),
+        recomputed_tokens=0 if placement is None else placement.recomputed_tokens,
+        new_tokens=length - prefix - outcome.matched_tokens,
+        donors=outcome.donors + (branch > 0),
+        decision="reuse" if reuses else "none",
+        # With a branch the request did reuse, whatever became of the rest of its prompt.
+        reason="ok" if reuses else outcome.reason,
+    )
+
+
+class step:
+    """Names the step in which an exception arose, for the one who counts it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not hasattr(error, "kvshare_step"):
+            error.kvshare_step = self._name  # type: ignore[attr-defined]
 
 
 def settle(state: RequestState, *, lost_because: str) -> None:
@@ -123,12 +157,13 @@ def settle(state: RequestState, *, lost_because: str) -> None:
     if state.reported:
         return
     state.reported = True
-    lost = state.report.reused_tokens - state.placed_tokens
+    reused = state.branch_tokens + state.placed_tokens
+    lost = state.report.reused_tokens - reused
     if lost > 0:
         state.report = replace(
             state.report,
-            reused_tokens=state.placed_tokens,
+            reused_tokens=reused,
             new_tokens=state.report.new_tokens + lost,
-            decision="reuse" if state.placed_tokens else "none",
+            decision="reuse" if reused else "none",
             reason=lost_because,
         )

@@ -76,11 +76,21 @@ def forward_batch_generation(
     parts: WorkerParts | None = getattr(self, "kvshare_parts", None)
     if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
-    kept = _place_or_miss(parts, batch)
-    if kept is None:
-        return original(self, batch, *args, **kwargs)
-    with narrowed(self.model_runner, kept, parts.first_layer):
-        return original(self, batch, *args, **kwargs)
+    chunks, kept, lost_because = _place_or_miss(parts, batch)
+    if kept is not None:
+        try:
+            with narrowed(self.model_runner, kept, parts.first_layer):
+                result = original(self, batch, *args, **kwargs)
+        except Exception:
+            # Whatever raised, the batch itself is as it was: it runs again as SGLang would have
+            # run it, every row, over whatever was placed.
+            logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
+            chunks, lost_because = _miss(batch, "narrow"), "narrowing_failed"
+        else:
+            _finish(batch, chunks, lost_because)
+            return result
+    _finish(batch, chunks, lost_because)
+    return original(self, batch, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -93,27 +103,47 @@ class _Chunk:
     start: int  # position of that row
 
 
-def _place_or_miss(parts: WorkerParts, batch: Any) -> KeptRows | None:
-    """A fault here is a miss: every row runs, and overwrites whatever was placed."""
+class DonorInvalid(RuntimeError):
+    """A donor's values are not finite."""
+
+
+def _place_or_miss(parts: WorkerParts, batch: Any) -> tuple[list[_Chunk], KeptRows | None, str]:
+    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses.
+
+    A fault here is a miss: every row runs, and overwrites whatever was placed.
+    """
     try:
-        return _place(parts, batch)
+        chunks = _chunks(batch)
+        if not chunks:
+            return [], None, "donor_evicted"
+        _copy(parts, batch, chunks)
+        return chunks, _kept_rows(batch, chunks), "donor_evicted"
+    except DonorInvalid as error:
+        logger.warning("KVShare: %s; the batch is computed in full", error)
+        return _miss(batch, "copy"), None, "donor_invalid"
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
-        for state in filter(None, map(state_of, batch.reqs)):
+        return _miss(batch, "copy"), None, "placement_failed"
+
+
+def _miss(batch: Any, step: str) -> list[_Chunk]:
+    """Let go of every donor of the batch; there is nothing to account for."""
+    batch.tree_cache.fault(step)
+    for state in filter(None, map(state_of, batch.reqs)):
+        batch.tree_cache.release(state)
+    return []
+
+
+def _finish(batch: Any, chunks: list[_Chunk], lost_because: str) -> None:
+    """Note what was placed, let go of donors that have nothing left to give, and fix the reports
+    of the requests whose prefill ends with this batch."""
+    for chunk in chunks:
+        state = chunk.state
+        placed_all = _is_placed(state.placement, chunk.placement)
+        state.note_placed(chunk.placement)
+        if placed_all:
             batch.tree_cache.release(state)
-        _settle(batch, "placement_failed")
-        return None
-
-
-def _place(parts: WorkerParts, batch: Any) -> KeptRows | None:
-    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses."""
-    chunks, kept = _chunks(batch), None
-    if chunks:
-        _copy(parts, batch, chunks)
-        kept = _kept_rows(batch, chunks)
-        _account(batch.tree_cache, chunks)
-    _settle(batch, "donor_evicted")
-    return kept
+    _settle(batch, lost_because)
 
 
 def _settle(batch: Any, lost_because: str) -> None:
@@ -137,17 +167,6 @@ def _chunks(batch: Any) -> list[_Chunk]:
     return chunks
 
 
-def _account(cache: Any, chunks: list[_Chunk]) -> None:
-    """Note what was placed, and let go of donors that have nothing left to give."""
-    for chunk in chunks:
-        state, placed = chunk.state, chunk.placement
-        state.placed_tokens += placed.reused_tokens
-        if state.exact_until is None:
-            state.exact_until = placed.exact_until
-        if _is_placed(state.placement, placed):
-            cache.release(state)
-
-
 def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
     begin = time.perf_counter()
     device = batch.out_cache_loc.device
@@ -158,14 +177,19 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
 
     targets = batch.out_cache_loc.index_select(0, joined(rows)).to(torch.int64)
     if targets.shape[0]:
-        parts.placer.place(
+        sources = joined([chunk.placement.slots for chunk in chunks])
+        finite = parts.placer.place(
             DonorCopy(
-                source_slots=joined([chunk.placement.slots for chunk in chunks]),
+                source_slots=sources,
                 target_slots=targets,
                 source_positions=joined([chunk.placement.sources for chunk in chunks]),
                 target_positions=joined([chunk.placement.positions for chunk in chunks]),
             )
         )
+        if not finite:
+            bad = parts.placer.invalid(sources).cpu().numpy()
+            batch.tree_cache.index.discard(bad)
+            raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3
     logger.debug("KVShare placed %d tokens in %.2f ms", targets.shape[0], elapsed_ms)

@@ -12,7 +12,7 @@ Hook = tuple[str, Callable[..., Any]]
 
 def hooks() -> tuple[Hook, ...]:
     """(target, function), every one of the kind AROUND."""
-    from sglang_kvshare.engine import admission, forward, report, requests
+    from sglang_kvshare.engine import admission, forward, report, requests, weights
 
     srt = "sglang.srt."
     return (
@@ -28,6 +28,7 @@ def hooks() -> tuple[Hook, ...]:
             ".get_cached_tokens_details",
             report.cached_tokens_details,
         ),
+        *((target, weights.changed) for target in weights.TARGETS),
     )
 
 

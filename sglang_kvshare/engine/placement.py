@@ -42,9 +42,14 @@ class Placer:
             for layer in list(layers)[first_layer:]
         ]
 
-    def place(self, copy: DonorCopy) -> None:
+    def place(self, copy: DonorCopy) -> bool:
         """Enqueue the copies on the current stream. Reads every donor before it writes a target:
-        a slot is never both, since targets were allocated while donors were in the tree."""
+        a slot is never both, since targets were allocated while donors were in the tree.
+
+        Returns:
+            whether all copied values are finite.
+        """
+        finite = []
         moves: dict[int, Any] = {}
         for layer_id, rope in self._layers:
             move = moves.get(id(rope))
@@ -56,7 +61,20 @@ class Placer:
             values = self._pool.get_value_buffer(layer_id)
             moved = rotate_(keys.index_select(0, copy.source_slots).float(), move)
             keys.index_copy_(0, copy.target_slots, moved.to(keys.dtype))
-            values.index_copy_(0, copy.target_slots, values.index_select(0, copy.source_slots))
+            copied = values.index_select(0, copy.source_slots)
+            values.index_copy_(0, copy.target_slots, copied)
+            # A sum is finite only if every value is.
+            finite.append(moved.sum() + copied.sum())
+        return bool(torch.stack(finite).isfinite().all())
+
+    def invalid(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64: those of ``slots`` that hold a value that is not finite in some layer."""
+        valid = torch.ones(slots.shape[0], dtype=torch.bool, device=slots.device)
+        for layer_id, _ in self._layers:
+            for buffer in (self._pool.get_key_buffer, self._pool.get_value_buffer):
+                rows = buffer(layer_id).index_select(0, slots).float()
+                valid &= rows.flatten(1).isfinite().all(1)
+        return slots[~valid]
 
 
 def fp32_table(rope: Any) -> torch.Tensor:

@@ -35,6 +35,9 @@ class Seam:
 
 
 _SRT = "sglang.srt."
+_RADIX = _SRT + "mem_cache.radix_cache."
+_EVENTS = _SRT + "mem_cache.events.KVCacheEventRecorder."
+_WEIGHTS = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 SEAMS = (
     # Command line and start-up
     Seam(_SRT + "server_args.ServerArgs.add_cli_args", "parser", "flags"),
@@ -76,22 +79,22 @@ SEAMS = (
     # Tree cache
     Seam(_SRT + "mem_cache.registry.register_radix_cache_backend", "name, factory", "tree cache"),
     Seam(_SRT + "mem_cache.registry.TreeCacheBuildContext", None, "tree cache"),
-    Seam(_SRT + "mem_cache.radix_cache.RadixCache.reset", "self", "run index"),
-    Seam(_SRT + "mem_cache.radix_cache.RadixCache.match_prefix", "self, params", "reuse=off"),
+    Seam(_RADIX + "RadixCache.reset", "self", "run index"),
+    Seam(_RADIX + "RadixCache.match_prefix", "self, params", "reuse=off"),
     Seam(
-        _SRT + "mem_cache.radix_cache.RadixCache._insert_helper",
+        _RADIX + "RadixCache._insert_helper",
         "self, node, key, value, priority, inserted_len",
         "run index",
     ),
     Seam(
-        _SRT + "mem_cache.radix_cache.RadixCache._split_node",
+        _RADIX + "RadixCache._split_node",
         "self, key, child, split_len",
         "run index",
     ),
-    Seam(_SRT + "mem_cache.radix_cache.RadixCache._delete_leaf", "self, node", "run index"),
-    Seam(_SRT + "mem_cache.radix_cache.RadixCache.evict", "self, params", "donor locks"),
+    Seam(_RADIX + "RadixCache._delete_leaf", "self, node", "run index"),
+    Seam(_RADIX + "RadixCache.evict", "self, params", "donor locks"),
     Seam(
-        _SRT + "mem_cache.radix_cache.RadixCache.checkpoint",
+        _RADIX + "RadixCache.checkpoint",
         "self, req, up_to",
         "publish exact KV only",
     ),
@@ -101,6 +104,40 @@ SEAMS = (
         _SRT + "mem_cache.base_prefix_cache.BasePrefixCache.on_release",
         "self, req, checkpointed",
         "donor locks",
+    ),
+    Seam(_RADIX + "RadixKey.child_key_at", "self, offset, page_size", "branches"),
+    Seam(
+        _RADIX + "RadixKey.match_at",
+        "self, other, offset, page_size",
+        "branches",
+    ),
+    Seam(
+        _RADIX + "RadixCache._match_prefix_helper",
+        "self, node, key",
+        "branches",
+    ),
+    Seam(_RADIX + "RadixCache.path_device_indices", "self, node", "branches"),
+    Seam(
+        _EVENTS + "record_store",
+        "self, node, medium, session_id",
+        "events",
+    ),
+    Seam(_EVENTS + "record_remove", "self, node, medium", "events"),
+    *(
+        Seam(
+            _SRT
+            + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+            + name,
+            "self, recv_req",
+            "donors go with their weights",
+        )
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "end_weight_update",
+        )
     ),
     # Admission
     Seam(
@@ -135,7 +172,7 @@ SEAMS = (
         _SRT + "managers.schedule_batch.ReqKvInfo",
         None,
         "publish exact KV only",
-        fields="cache_protected_len",
+        fields="cache_protected_len cache_inserted_len req_pool_idx",
     ),
     Seam(
         _SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_kvshare.plan import Placement
+import numpy as np
+
+from sglang_kvshare.plan import Int64Array, Placement
 from sglang_kvshare.request import RequestOptions, ReuseReport
 
 _ATTRIBUTE = "_kvshare"
+#: Positions of a request that holds no moved value.
+NOTHING_PLACED: Int64Array = np.empty(0, dtype=np.int64)
 
 
 @dataclass(eq=False)
@@ -19,8 +23,12 @@ class RequestState:
         options: the request's settings.
         placement: donor values that are still to be placed; ``None`` when there are none left.
         donor_locks: tree locks that keep the donors of ``placement`` in the tree.
-        placed_tokens: donor values placed so far in this prefill.
+        branch_tokens: tokens of this prefill's prefix that came from an approximate branch.
+        placed: positions of donor values placed in this prefill, ascending, one array a chunk.
         exact_until: positions from here on rest on placed values; ``None`` while none do.
+        generation: of the model's weights, when the prefill began.
+        depth: approximations that rest on each other from ``exact_until`` on.
+        planned_depth: what ``depth`` becomes when ``placement`` is placed.
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
     """
@@ -28,10 +36,45 @@ class RequestState:
     options: RequestOptions
     placement: Placement | None = None
     donor_locks: list[Any] = field(default_factory=list)
-    placed_tokens: int = 0
+    branch_tokens: int = 0
+    placed: list[Int64Array] = field(default_factory=list)
     exact_until: int | None = None
+    generation: int = 0
+    depth: int = 0
+    planned_depth: int = 0
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
+
+    @property
+    def placed_tokens(self) -> int:
+        return sum(part.shape[0] for part in self.placed)
+
+    def placed_positions(self) -> Int64Array:
+        """int64 ``[placed_tokens]``, ascending."""
+        return np.concatenate(self.placed) if self.placed else NOTHING_PLACED
+
+    def begin_prefill(
+        self, exact_tokens: int, branch_tokens: int, depth: int, generation: int
+    ) -> None:
+        """A prefill starts on a prefix of ``exact_tokens`` and ``branch_tokens`` of ``depth``."""
+        self.placed = []
+        self.generation = generation
+        self.branch_tokens = branch_tokens
+        self.exact_until = exact_tokens if branch_tokens else None
+        self.depth = self.planned_depth = depth
+
+    def end(self) -> None:
+        """The request gave its KV back."""
+        self.begin_prefill(0, 0, 0, self.generation)
+
+    def note_placed(self, part: Placement) -> None:
+        """``part`` of the placement is in the request's own slots now."""
+        if not part.reused_tokens:
+            return
+        self.placed.append(part.positions)
+        self.depth = max(self.depth, self.planned_depth)
+        if self.exact_until is None:
+            self.exact_until = part.exact_until
 
 
 def attach(req: Any, state: RequestState) -> None:

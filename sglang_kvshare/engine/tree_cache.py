@@ -1,19 +1,16 @@
-"""SGLang's radix cache with a run index over its contents.
+"""SGLang's radix cache with a run index over its contents and approximate branches.
 
 Seams: ``register_radix_cache_backend``, and the four structural mutators of ``RadixCache``
 (``_insert_helper``, ``_split_node``, ``_delete_leaf``, ``reset``), through which the index stays
-coherent; ``checkpoint`` publishes exact KV only; ``evict`` gives way when memory runs short.
+coherent; ``match_prefix`` follows branches, ``checkpoint`` publishes them, ``evict`` gives way
+when memory runs short.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -24,12 +21,17 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine import branches
 from sglang_kvshare.engine.activation import active_config
-from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.engine.donor_locks import DonorLocks
+from sglang_kvshare.engine.eligibility import accepts_approximation
+from sglang_kvshare.engine.exact_events import ExactEvents
+from sglang_kvshare.engine.index_mirror import IndexMirror, int64
+from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.plan import Int64Array, Placement, ReusePlan
+from sglang_kvshare.plan import Placement, ReusePlan
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,10 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> KVShareRadixCache:
 
 
 class KVShareRadixCache(RadixCache):
-    """Stock prefix behaviour, plus plans for what lies beyond the prefix.
+    """Stock prefix behaviour, plus branches and plans for what lies beyond the exact prefix.
 
-    Locks on donors are soft: they keep donors in the tree while anything else can be evicted, and
-    give way before an allocation would fail. A donor that is gone costs its tokens, not a request.
+    A fault of ours costs what it would have gained: an exact prefix instead of a branch, a plan, a
+    branch that is not published.
     """
 
     def __init__(self, params: Any, config: KVShareConfig) -> None:
@@ -67,150 +69,219 @@ class KVShareRadixCache(RadixCache):
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
-        self._nodes: dict[int, TreeNode] = {}
-        self._holders: set[RequestState] = set()
-        #: The index could not follow the tree; nothing is planned until the next flush.
-        self.index_failed = False
+        self.mirror = IndexMirror(self.index, config.max_depth, lambda: self.fault("index"))
+        self.donors = DonorLocks(self.lock, self.unlock)
+        #: Counts the model's weights; see :meth:`forget_donors`.
+        self.generation = 0
+        #: The request whose values are being inserted, if it is one of ours.
+        self._publishing: RequestState | None = None
         super().__init__(params)
+        self.kv_events = ExactEvents(self.kv_events)
+
+    def fault(self, step: str) -> None:
+        """Count a fault of ours that became a miss."""
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
 
     def reset(self) -> None:
         super().reset()
-        self.index.clear()
-        self._nodes.clear()
-        self.index_failed = False
-        # The locked nodes are gone with the old tree; there is nothing to unlock.
-        for state in self._holders:
-            state.placement, state.donor_locks = None, []
-        self._holders.clear()
+        self.mirror.clear()
+        self.donors.drop()
+
+    def forget_donors(self) -> None:
+        """The model's weights are other ones now: no donor and no branch serves any more.
+
+        Exact prefixes are SGLang's to drop or keep (``flush_cache`` of the update request).
+        """
+        self.donors.release_all()
+        self.mirror.forget_donors()
+        self.generation += 1
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> Any:
         matched_tokens, leaf = super()._insert_helper(node, key, value, *rest)
-        if leaf is not self.root_node and leaf.id not in self._nodes:
-            self._mirror(self._mirror_insert, leaf)
+        if matched_tokens < len(key):
+            state = self._publishing
+            if state is not None and branches.is_approximate(leaf):
+                depth = max(state.depth, branches.depth_of(leaf.parent))
+                branches.set_depth(leaf, depth)
+            self._new_leaf(leaf, state)
         return matched_tokens, leaf
+
+    def _new_leaf(self, leaf: TreeNode, state: RequestState | None) -> None:
+        if state is not None and state.generation != self.generation:
+            # Computed by weights that are gone, in part at least.
+            self.mirror.inserted(leaf, None, NOTHING_PLACED)
+        elif state is None or not branches.is_approximate(leaf):
+            self.mirror.inserted(leaf, 0, NOTHING_PLACED)
+        else:
+            self.mirror.inserted(leaf, branches.depth_of(leaf), state.placed_positions())
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
-        self._mirror(self._mirror_split, upper)
+        branches.set_depth(upper, branches.depth_of(child))
+        self.mirror.split(upper)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
-        self._mirror(self._mirror_delete, node)
+        self.mirror.deleted(node)
 
-    def _mirror(self, change: Callable[[TreeNode], None], node: TreeNode) -> None:
-        """The tree has changed already and serves on; an index that cannot follow is given up
-        until the next flush, and every request gets its exact prefix as in stock SGLang."""
-        if self.index_failed:
-            return
-        try:
-            change(node)
-        except Exception:
-            logger.exception("KVShare's run index lost the tree; no reuse until the next flush")
-            self.index_failed = True
-
-    def _mirror_insert(self, leaf: TreeNode) -> None:
-        parent = leaf.parent
-        parent_slot = -1 if parent is self.root_node else int(parent.value[-1])
-        self._nodes[leaf.id] = leaf
-        self.index.insert(
-            leaf.id, _namespace(leaf.key), _tokens(leaf.key), _slots(leaf), parent_slot
-        )
-
-    def _mirror_split(self, upper: TreeNode) -> None:
-        self._nodes[upper.id] = upper
-        self.index.reassign(upper.id, _slots(upper))
-
-    def _mirror_delete(self, node: TreeNode) -> None:
-        self.index.remove(_slots(node))
-        del self._nodes[node.id]
-
-    # --- what a request may take and give ---------------------------------------------------
+    # --- what a request may take -------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         state = state_of(params.req) if params.req is not None else None
         if state is not None and state.options.reuse == "off":
             return self._empty_match_result
-        return super().match_prefix(params)
+        exact = super().match_prefix(params)
+        if state is None or not accepts_approximation(params.req, state):
+            return exact
+        try:
+            return self._along_branch(params.key, exact, state)
+        except Exception:
+            logger.exception("KVShare could not follow a branch; the exact prefix serves")
+            self.fault("match")
+            return exact
 
-    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """Publish what rests on computed values alone.
-
-        row   |-- prefix --|-- computed --|== placed ==|-- computed on placed --|
-              0            P              exact_until                            n
-                           |<- published->|
-        """
-        state = state_of(req)
-        if state is not None:
-            if state.options.reuse == "off" and not req.finished():
-                # A checkpoint points the row at the tree's copy, which would be taking from it.
-                return
-            if state.exact_until is not None:
-                up_to = min(up_to, state.exact_until)
-                if up_to // self.page_size * self.page_size <= req.kv.cache_protected_len:
-                    return
-        super().checkpoint(req, up_to=up_to, **kwargs)
+    def _along_branch(self, key: RadixKey, exact: MatchResult, state: RequestState) -> MatchResult:
+        """``exact``, or a branch that reaches ``min_run_tokens`` further."""
+        tokens = key.raw_token_ids()
+        whole = len(tokens) // self.page_size * self.page_size
+        tagged = RadixKey(
+            tokens,
+            branches.tagged(key.extra_key, state.options.quality, self.generation),
+            limit=whole,
+            cache_salt=key.cache_salt,
+        )
+        end = exact.device_prefix_len
+        found = branches.longest_branch(tagged, exact.last_device_node, end, self.page_size)
+        if found is None or found.end < end + self.config.min_run_tokens:
+            return exact
+        _, node = self._match_prefix_helper(found.node, tagged[found.start : found.end])
+        return exact._replace(
+            device_prefix_len=found.end,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+        )
 
     def plan(self, req: Any) -> ReusePlan:
         """Match a request beyond its prefix (``req.prefix_len``); changes nothing."""
-        tokens = _int64(req.full_untruncated_fill_ids)
-        namespace = Namespace(req.cache_salt, req.extra_key).encode()
         return plan_reuse(
             self.index,
-            tokens,
+            int64(req.full_untruncated_fill_ids),
             int(req.prefix_len),
-            namespace,
+            Namespace(req.cache_salt, req.extra_key).encode(),
             self.config.max_donors_per_window,
+            max_depth=self.config.max_depth,
         )
 
-    # --- donors -----------------------------------------------------------------------------
-
     def hold(self, state: RequestState, placement: Placement) -> int:
-        """Keep the donors of ``placement`` in the tree until :meth:`release`.
-
-        Returns:
-            the number of donors: cached sequences that serve.
-        """
-        self.release(state)
-        owners = {
-            int(number): self._nodes[int(number)]
-            for number in np.unique(self.index.nodes_of(placement.slots))
-        }
-        # A node above another one belongs to the same sequence, and a lock below covers it.
-        parents = {parent.id: parent for node in owners.values() for parent in self._above(node)}
-        above = parents.keys()
-        # A donor that serves is in use, for eviction as well.
-        now = time.monotonic()
-        for node in (*owners.values(), *parents.values()):
-            node.last_access_time = now
-        donors = [node for number, node in owners.items() if number not in above]
-        state.placement = placement
-        state.donor_locks = [self.lock(node) for node in donors]
-        self._holders.add(state)
-        return len(donors)
-
-    def _above(self, node: TreeNode) -> Iterator[TreeNode]:
-        while (node := node.parent) is not self.root_node:
-            yield node
+        """Keep the donors of ``placement`` in the tree until released; returns their number."""
+        return self.donors.hold(state, placement, self.mirror.owners(placement.slots))
 
     def release(self, state: RequestState) -> None:
-        """Let go of a request's donors; what was not placed yet is computed. Idempotent."""
-        locks, state.donor_locks, state.placement = state.donor_locks, [], None
-        self._holders.discard(state)
-        for lock in locks:
-            self.unlock(lock)
+        """See :meth:`DonorLocks.release`."""
+        self.donors.release(state)
 
     @property
     def held_donor_locks(self) -> int:
-        return sum(len(state.donor_locks) for state in self._holders)
+        return len(self.donors)
+
+    @property
+    def index_failed(self) -> bool:
+        """The index could not follow the tree; no donor serves until the next flush."""
+        return self.mirror.failed
+
+    # --- what a request gives -----------------------------------------------------------------
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publish exact values as SGLang does, and what rests on placed ones in a branch.
+
+        row   |-- prefix --|-- computed --|== placed ==|-- computed on placed --|
+              0            P              exact_until                           n
+                           |<-- exact --->|<--------------- branch ------------>|
+        """
+        state = state_of(req)
+        if state is None:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            return
+        if state.options.reuse == "off" and not req.finished():
+            # A checkpoint points the row at the tree's copy, which would be taking from it.
+            return
+        self._publishing = state
+        try:
+            if state.exact_until is None:
+                super().checkpoint(req, up_to=up_to, **kwargs)
+                return
+            exact = min(up_to, state.exact_until) // self.page_size * self.page_size
+            if req.kv.cache_protected_len < exact:
+                super().checkpoint(req, up_to=exact, **kwargs)
+            self._publish_branch(req, state, up_to)
+        finally:
+            self._publishing = None
+
+    def _publish_branch(self, req: Any, state: RequestState, up_to: int) -> None:
+        try:
+            prepared = self._prepare_branch(req, state, up_to)
+        except Exception:
+            logger.exception("KVShare could not publish a branch; the request keeps its slots")
+            self.fault("publish")
+            return
+        if prepared is not None:
+            self._insert_branch(req, state, *prepared)
+
+    def _prepare_branch(
+        self, req: Any, state: RequestState, up_to: int
+    ) -> tuple[TreeNode, int, RadixKey] | None:
+        """The node to hang the branch on, the branch's first position, and its key."""
+        end = up_to // self.page_size * self.page_size
+        if end <= req.kv.cache_protected_len:
+            return None
+        base, branch_tokens = branches.exact_ancestor(req.last_node)
+        start = req.kv.cache_protected_len - branch_tokens
+        key = RadixKey(
+            req.full_untruncated_fill_ids[start:end],
+            branches.tagged(req.extra_key, state.options.quality, state.generation),
+            cache_salt=req.cache_salt,
+        )
+        return base, start, key
+
+    def _insert_branch(
+        self, req: Any, state: RequestState, base: TreeNode, start: int, key: RadixKey
+    ) -> None:
+        """As ``RadixCache.checkpoint`` does from the root, from ``base`` at position ``start``."""
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        end, protected, priority = start + len(key), req.kv.cache_protected_len, req.priority or 0
+        values = row[start:end].to(dtype=self._empty_device_indices.dtype, copy=True)
+        inserted = max(0, req.kv.cache_inserted_len - start)
+        matched, leaf = self._insert_helper(base, key, values, priority, inserted)
+        prompt = len(req.origin_input_ids) // self.page_size * self.page_size - start
+        if 0 < prompt < len(key):
+            # A boundary there, so that the output can leave without the prompt.
+            first = min(priority + 1, 2**63 - 1)
+            self._insert_helper(base, key[:prompt], values[:prompt], first, prompt)
+        state.depth = max(state.depth, branches.depth_of(leaf))
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
+        # Where another request was first, its slots stay and this request's are given back.
+        self.token_to_kv_pool_allocator.free_segment(
+            row[protected : start + matched], start_pos=protected
+        )
+        indices = self.path_device_indices(leaf)
+        assert len(indices) == end, f"{len(indices)=}, {end=}"
+        self.req_to_token_pool.write(
+            (req.kv.req_pool_idx, slice(protected, end)), indices[protected:]
+        )
+        req.kv.cache_protected_len = end
+        self.unlock(req.lock)
+        req.lock = self.lock(leaf)
+        req.last_node = leaf
+
+    # --- what it gives up -----------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
         result = super().evict(params)
-        if result.num_tokens_evicted < params.num_tokens and self._holders:
-            for state in list(self._holders):
-                self.release(state)
+        if result.num_tokens_evicted < params.num_tokens and self.donors.holders:
+            self.donors.release_all()
             more = super().evict(EvictParams(params.num_tokens - result.num_tokens_evicted))
             result = EvictResult(result.num_tokens_evicted + more.num_tokens_evicted)
         return result
@@ -220,24 +291,4 @@ class KVShareRadixCache(RadixCache):
         state = state_of(req)
         if state is not None:
             self.release(state)
-            state.exact_until = None
-
-
-def _namespace(key: RadixKey) -> bytes:
-    # `extra_key` holds the caller's key and the adapter, already apart (`Namespace.tree_key`).
-    return Namespace(key.cache_salt, key.extra_key).encode()
-
-
-def _tokens(key: RadixKey) -> Int64Array:
-    return _int64(key.raw_token_ids())
-
-
-def _slots(node: TreeNode) -> Int64Array:
-    return np.asarray(node.value.cpu().numpy(), dtype=np.int64)
-
-
-def _int64(tokens: array[int] | Iterable[int]) -> Int64Array:
-    """A copy: numpy must not keep SGLang's growing array from being resized."""
-    if isinstance(tokens, array):
-        return np.frombuffer(tokens, dtype=np.int64).copy()
-    return np.fromiter(tokens, dtype=np.int64)
+            state.end()

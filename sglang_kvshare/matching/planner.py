@@ -13,7 +13,13 @@ MAX_RUNS = 4096
 
 
 def plan_reuse(
-    index: RunIndex, tokens: Int64Array, prefix_tokens: int, namespace: bytes, limit: int
+    index: RunIndex,
+    tokens: Int64Array,
+    prefix_tokens: int,
+    namespace: bytes,
+    limit: int,
+    *,
+    max_depth: int = 0,
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
@@ -27,7 +33,7 @@ def plan_reuse(
     # last token of the prompt is always computed and so never matched.
     origin = max(0, prefix_tokens - index.window + 1)
     body = tokens[origin : tokens.shape[0] - 1]
-    runs = index.find_runs(body, namespace, limit)
+    runs = index.find_runs(body, namespace, limit, max_depth=max_depth)
     free = np.ones(body.shape[0], dtype=np.bool_)
     free[: prefix_tokens - origin] = False
     spans: list[Span] = []
@@ -41,7 +47,12 @@ def plan_reuse(
             free[start:end] = False
             offset = start - run.start
             spans.append(
-                Span(start + origin, source + offset, slots[offset : offset + end - start])
+                Span(
+                    start + origin,
+                    source + offset,
+                    slots[offset : offset + end - start],
+                    depth=int(index._depth[slots].max()),
+                )
             )
     spans.sort(key=lambda span: span.start)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans))

@@ -61,6 +61,7 @@ class RunIndex:
         self._previous = np.full(slots, _NONE, dtype=np.int64)
         self._namespace = np.full(slots, _NONE, dtype=np.int64)
         self._node = np.full(slots, _NONE, dtype=np.int64)
+        self._depth = np.zeros(slots, dtype=np.int64)
         self._hash: UInt64Array = np.zeros(slots, dtype=np.uint64)
         self._table = WindowTable(self._hash)
         self._live = 0
@@ -95,7 +96,15 @@ class RunIndex:
         return self._node[slots]
 
     def insert(
-        self, node: int, namespace: bytes, tokens: Int64Array, slots: Int64Array, parent_slot: int
+        self,
+        node: int,
+        namespace: bytes,
+        tokens: Int64Array,
+        slots: Int64Array,
+        parent_slot: int,
+        *,
+        position: int | None = None,
+        depth: int = 0,
     ) -> None:
         """Add a tree node's tokens.
 
@@ -116,7 +125,8 @@ class RunIndex:
         self._token[slots] = tokens
         self._previous[slots[1:]] = slots[:-1]
         self._previous[slots[0]] = parent_slot
-        first = int(self._position[parent_slot]) + 1 if parent_slot != _NONE else 0
+        first = int(self._position[parent_slot]) + 1 if parent_slot != _NONE else position or 0
+        self._depth[slots] = depth
         self._position[slots] = np.arange(first, first + slots.shape[0])
         self._namespace[slots] = number
         self._node[slots] = node
@@ -131,10 +141,15 @@ class RunIndex:
 
     def reassign(self, node: int, slots: Int64Array) -> None:
         """The tokens in ``slots`` belong to another node now: a node was split."""
-        self._node[slots] = node
+        self._node[slots[self._namespace[slots] != _NONE]] = node
+
+    def discard(self, slots: Int64Array) -> None:
+        """Forget tokens although the tree still owns them."""
+        self.remove(slots)
 
     def remove(self, slots: Int64Array) -> None:
         """Forget tokens that leave the tree. Their descendants must have left before."""
+        slots = slots[self._namespace[slots] != _NONE]
         if slots.shape[0] == 0:
             return
         number = int(self._namespace[slots[0]])
@@ -161,7 +176,9 @@ class RunIndex:
         self._numbers.clear()
         self._usage.clear()
 
-    def find_runs(self, tokens: Int64Array, namespace: bytes, limit: int) -> list[Run]:
+    def find_runs(
+        self, tokens: Int64Array, namespace: bytes, limit: int, *, max_depth: int = 0
+    ) -> list[Run]:
         """All maximal runs of at least ``window`` tokens that ``tokens`` shares with the index.
 
         Args:
@@ -179,7 +196,7 @@ class RunIndex:
         query, slot = self._table.lookup(hashes, limit)
         # From here on a pair (end, slot) says: the prompt's window that ends at `end` equals the
         # `w` tokens of a donor's path that end in `slot`.
-        end, slot = self._verified(tokens, query + self.window - 1, slot, number)
+        end, slot = self._verified(tokens, query + self.window - 1, slot, number, max_depth)
         if end.shape[0] == 0:
             return []
         return self._chained(end, slot)
@@ -219,13 +236,13 @@ class RunIndex:
         return np.array(context[::-1], dtype=np.int64)
 
     def _verified(
-        self, tokens: Int64Array, end: Int64Array, slot: Int64Array, number: int
+        self, tokens: Int64Array, end: Int64Array, slot: Int64Array, number: int, max_depth: int
     ) -> tuple[Int64Array, Int64Array]:
         """Keep the pairs whose ``w`` tokens are equal and in the namespace; a hash proves nothing.
 
         Returns them sorted by (end, slot) and without repetition.
         """
-        equal = self._namespace[slot] == number
+        equal = (self._namespace[slot] == number) & (self._depth[slot] <= max_depth)
         at = slot
         for back in range(self.window):
             equal &= (at != _NONE) & (self._token[at] == tokens[end - back])

@@ -60,14 +60,15 @@ class Reference:
     def approximate(
         self,
         tokens: Sequence[int],
-        spared: dict[int, tuple[tuple[int, ...], int]],
+        spared: dict[int, tuple[tuple[int, ...] | Row, int]],
         narrow_layer: int,
     ) -> Row:
         """A prefill in which the rows ``spared`` do not run from ``narrow_layer`` on.
 
         Args:
-            spared: position -> (donor's tokens, position in the donor); its keys and values from
-                ``narrow_layer`` on are those of a full prefill of the donor.
+            spared: position -> (donor, position in the donor); its keys and values from
+                ``narrow_layer`` on are the donor's: those of its row, or of a full prefill of its
+                tokens.
         """
         count = len(tokens)
         active = torch.arange(count)
@@ -84,8 +85,9 @@ class Reference:
             row_keys[active], row_values[active] = key, value
             if layer >= narrow_layer:
                 for position, (donor, source) in spared.items():
-                    row_keys[position] = self.full(donor).keys[layer][source]
-                    row_values[position] = self.full(donor).values[layer][source]
+                    row = donor if isinstance(donor, Row) else self.full(donor)
+                    row_keys[position] = row.keys[layer][source]
+                    row_values[position] = row.values[layer][source]
             keys.append(row_keys)
             values.append(row_values)
             hidden = self._after_attention(
@@ -110,6 +112,13 @@ class Reference:
                 self._attend(query, position, row.keys[layer], row.values[layer]),
             )
         row.logits = self._logits(hidden[-1])
+
+    def extend(self, row: Row, tokens: Sequence[int]) -> Row:
+        """A copy of ``row`` with ``tokens`` computed behind it."""
+        grown = Row(list(row.tokens), list(row.keys), list(row.values), row.logits)
+        for token in tokens:
+            self.decode(grown, token)
+        return grown
 
     # --- parts of a decoder layer -------------------------------------------------------------
 

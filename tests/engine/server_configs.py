@@ -33,7 +33,10 @@ CONFIGS = _configs(
     ServerConfig(
         "mistral",
         "mistral",
-        (*EAGER, *ROOM, *CHUNKS, *NO_SEAMS, "--page-size", "64", "--disable-overlap-schedule"),
+        (
+            *(*EAGER, *ROOM, *CHUNKS, *NO_SEAMS, "--page-size", "64"),
+            *("--disable-overlap-schedule", "--kvshare-max-depth", "0"),
+        ),
     ),
     ServerConfig(
         "qwen2",

@@ -1,4 +1,4 @@
-"""Approximate KV is never published: what rests on it is no prefix and no donor for anybody."""
+"""Provenance: approximate KV is published, and never taken for exact."""
 
 from __future__ import annotations
 
@@ -33,32 +33,152 @@ def test_a_request_that_opts_out_gets_what_a_cold_server_gives(server, reference
         exact = (len(prompt) - 1) // page * page
 
 
-@on("llama", "qwen3", "mistral")
-def test_a_second_turn_does_not_build_on_the_first_one_s_approximation(server, references):
+@on("llama", "qwen3", "qwen2")
+def test_a_second_turn_builds_on_the_first_one_s_approximation(server, references):
+    """Prompt and answer of the first turn are an approximate prefix of the second: for requests
+    that ask for the same quality, and for nobody else."""
     reference = references[server.config.model]
     page = server.config.page_size
     book = Book(52)
     donor, pieces = book.donor([90, 150])
     prompt, matches = book.prompt(pieces[::-1])
     server.generate(donor, 1)
-    first = server.generate(prompt, 24, recompute_ratio=0)
+    first = server.generate(prompt, 40, recompute_ratio=0)
     turn = [*prompt, *first.ids, *book.passage(20)]
+    spared = expected_spared(server, cached_part(matches, page), len(prompt), 0)
+    row = reference.approximate(prompt, spared, narrow_layer(server))
+    row = reference.extend(row, turn[len(prompt) :])
+    second = server.generate(turn, 8, recompute_ratio=0)
     exact = matches[0].start // page * page
+    # The last token of the answer was never fed to the model.
+    cached = (len(prompt) + len(first.ids) - 1) // page * page
+    assert second.counts == (exact, cached - exact, 0, len(turn) - cached)
+    assert second.cached == exact
+    assert largest_difference(second, reference, row) < ROUNDING
     stock = server.generate(turn, 8, reuse="exact_prefix")
     assert stock.cached == exact
     assert largest_difference(stock, reference, reference.full(turn)) < ROUNDING
-    server.flush()
-    # With reuse, the donor serves again, from its stored value; the first turn's answer does not.
+
+
+@on("llama")
+def test_another_quality_has_a_branch_of_its_own(server):
+    """A request that asks for more recomputing does not get what was computed with less."""
+    book = Book(63)
+    donor, pieces = book.donor([100])
+    prompt, _ = book.prompt(pieces)
+    turn = [*prompt, *book.passage(20)]
     server.generate(donor, 1)
-    server.generate(prompt, 24, recompute_ratio=0)
-    second = server.generate(turn, 8, recompute_ratio=0)
-    served = cached_part(matches, page)
-    spared = expected_spared(server, served, len(turn), 0)
-    prefix = second.report["prefix_tokens"]
-    assert prefix == exact
-    assert second.report["reused_tokens"] == len(spared)
+    server.generate(prompt, 4, recompute_ratio=0)
+    other = server.generate(turn, 4, recompute_ratio=0.5)
+    # The donor serves again, from its stored values.
+    assert other.counts == (2, 50, 50, 25)
+    again = server.generate([*turn, 950], 4, recompute_ratio=0.5)
+    assert again.counts == (52, len(turn) - 52, 0, 1)
+
+
+@on("llama")
+def test_a_third_and_a_forked_turn_stay_on_the_branch(server, references):
+    """One level of approximation, however long the conversation: nothing is moved twice."""
+    reference = references[server.config.model]
+    book = Book(59)
+    donor, pieces = book.donor([90])
+    prompt, matches = book.prompt(pieces)
+    server.generate(donor, 1)
+    spared = expected_spared(server, matches, len(prompt), 0)
+    row = reference.approximate(prompt, spared, 0)
+    turn = prompt
+    for _ in range(3):
+        answer = server.generate(turn, 6, recompute_ratio=0)
+        assert largest_difference(answer, reference, row) < ROUNDING
+        more = [*answer.ids, *book.passage(9)]
+        turn, row = [*turn, *more], reference.extend(row, more)
+    # A fork in the middle of the branch: its node is split.
+    middle = len(prompt) + 10
+    forked = [*turn[:middle], *book.passage(12)]
+    row = reference.extend(reference.approximate(prompt, spared, 0), forked[len(prompt) :])
+    answer = server.generate(forked, 6, recompute_ratio=0)
+    assert answer.report["reused_tokens"] == middle - matches[0].start
+    assert largest_difference(answer, reference, row) < ROUNDING
+
+
+@on("llama", "qwen3")
+def test_a_branch_gives_nothing_to_prompt_logprobs(server, references):
+    """Log-probabilities of prompt tokens are exact, and so is what follows them."""
+    reference = references[server.config.model]
+    page = server.config.page_size
+    book = Book(60)
+    donor, pieces = book.donor([90, 150])
+    prompt, matches = book.prompt(pieces)
+    server.generate(donor, 1)
+    server.generate(prompt, 4, recompute_ratio=0)
+    turn = [*prompt, *book.passage(20)]
+    start = matches[1].start
+    answer = server.generate(turn, 4, recompute_ratio=0, logprob_start_len=start)
+    exact = matches[0].start // page * page
+    assert answer.counts == (exact, 0, 0, len(turn) - exact)
+    assert answer.report["reason"] == "prompt_logprobs"
+    assert largest_difference(answer, reference, reference.full(turn)) < ROUNDING
+    # Positive control: without them the branch serves.
+    assert server.generate(turn, 4, recompute_ratio=0).report["reused_tokens"] > 200
+
+
+@on("llama", "qwen3")
+def test_an_answer_whose_thinking_was_stripped_is_found_at_its_new_offset(server, references):
+    """The client sends the answer back without the tokens before it."""
+    reference = references[server.config.model]
+    page = server.config.page_size
+    book = Book(61)
+    prompt = book.passage(40)
+    first = server.generate(prompt, 90)
+    thinking, kept = first.ids[:25], first.ids[25:]
+    turn = [*prompt, *kept, *book.passage(10)]
+    answer = server.generate(turn, 8, recompute_ratio=0)
+    cached = (len(prompt) + len(first.ids) - 1) // page * page
+    reused = cached - len(prompt) - len(thinking)
+    prefix = len(prompt) // page * page
+    # Where pages end the prefix before the prompt does, the rest of the prompt is too short a run.
+    assert answer.counts == (prefix, reused, 0, len(turn) - prefix - reused)
+    whole = (*prompt, *first.ids)
+    spared = {len(prompt) + i: (whole, len(prompt) + len(thinking) + i) for i in range(reused)}
     row = reference.approximate(turn, spared, narrow_layer(server))
-    assert largest_difference(second, reference, row) < ROUNDING
+    assert largest_difference(answer, reference, row) < ROUNDING
+
+
+@on("llama", "mistral")
+def test_what_was_computed_on_reused_values_serves_up_to_max_depth(server, references):
+    """The answer of an approximate turn, stripped and moved. It rests on an approximation, and
+    moving it adds another: allowed at ``max_depth`` 1, not at 0."""
+    reference = references[server.config.model]
+    book = Book(62)
+    donor, pieces = book.donor([130])
+    server.generate(donor, 1)
+    prompt, matches = book.prompt(pieces)
+    spared = expected_spared(server, cached_part(matches, server.config.page_size), len(prompt), 0)
+    row = reference.approximate(prompt, spared, 0)
+    first = server.generate(prompt, 150, recompute_ratio=0)
+    assert largest_difference(first, reference, row) < ROUNDING
+    row = reference.extend(row, first.ids)
+    page = server.config.page_size
+    begin = -(-len(prompt) // page) * page
+    passage = row.tokens[begin : (len(row.tokens) - 1) // page * page]
+    assert len(passage) >= 64
+    moved = [941, *passage, 942, 943]
+    answer = server.generate(moved, 8, recompute_ratio=0)
+    if server.config.flag("--kvshare-max-depth", 1) == 0:
+        assert answer.counts == (0, 0, 0, len(moved))
+        assert largest_difference(answer, reference, reference.full(moved)) < ROUNDING
+        return
+    assert answer.counts == (0, len(passage), 0, 3)
+    twice = {1 + i: (row, begin + i) for i in range(len(passage))}
+    row = reference.approximate(moved, twice, 0)
+    assert largest_difference(answer, reference, row) < ROUNDING
+    # What was moved is no donor: the third one gets it from the first, and nothing is deeper.
+    third = [944, 945, *moved[1:-2], 946]
+    answer = server.generate(third, 8, recompute_ratio=0)
+    assert answer.report["donors"] == 1
+    thrice = {position + 1: source for position, source in twice.items()}
+    row = reference.approximate(third, thrice, 0)
+    assert largest_difference(answer, reference, row) < ROUNDING
 
 
 @on("llama")
@@ -78,22 +198,6 @@ def test_exact_new_tokens_are_published_as_donors(server, references):
     spared = {1 + i: (tuple(second), i) for i in range(50)}
     row = reference.approximate(third, spared, 0)
     assert largest_difference(answer, reference, row) < ROUNDING
-
-
-@on("llama")
-def test_what_follows_a_reused_span_is_no_donor(server):
-    book = Book(54)
-    donor, pieces = book.donor([60])
-    server.generate(donor, 1)
-    prompt, _ = book.prompt(pieces)
-    behind = book.passage(50)
-    server.generate([*prompt, *behind], 1, recompute_ratio=0)
-    answer = server.generate([943, *behind, 944], 1, recompute_ratio=0)
-    assert answer.counts == (0, 0, 0, 52)
-    # Positive control: computed exactly, it is one.
-    server.generate([*prompt, *behind], 1, reuse="exact_prefix")
-    answer = server.generate([945, *behind, 946], 1, recompute_ratio=0)
-    assert answer.report["reused_tokens"] == 50
 
 
 @on("llama", "qwen3")

@@ -35,10 +35,9 @@ def test_each_field_of_the_report_has_its_row(configuration):
 
 def test_each_reason_in_the_code_is_explained(configuration):
     code = "".join(path.read_text() for path in (ROOT / "sglang_kvshare").rglob("*.py"))
-    named = set(re.findall(r'(?:reason=|_settle\(batch, )"(\w+)"', code))
-    named |= set(re.findall(r'_none\(req, "(\w+)"\)', code)) | set(
-        re.findall(r'return "(\w+)"$', code, re.MULTILINE)
-    )
+    named = set(re.findall(r'(?:reason=|_Outcome\()"(\w+)"', code))
+    named |= set(re.findall(r'(?:None|"\)), "(\w+)"$', code, re.MULTILINE))
+    named |= set(re.findall(r'return "(\w+)"$', code, re.MULTILINE))
     assert {"ok", "no_match", "prompt_logprobs", "donor_evicted"} <= named
     for reason in named - {"torch_native", "native", "cpu"}:
         assert f"`{reason}`" in configuration, reason

@@ -1,0 +1,39 @@
+"""Which requests may take approximate values, and why others may not.
+
+Seam: the attributes of ``Req`` that make a request special.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from sglang_kvshare.engine.state import RequestState
+
+
+def accepts_approximation(req: Any, state: RequestState) -> bool:
+    """Whether a request may get a value that is not exact."""
+    options = state.options
+    return options.reuse == "approximate" and options.recompute_ratio < 1 and refusal(req) is None
+
+
+def refusal(req: Any) -> str | None:
+    """Why this request must be computed in full, if it must; a reason of the report."""
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        return "force_miss"
+    length = len(req.origin_input_ids) + len(req.output_ids)
+    if req.return_logprob and 0 <= req.logprob_start_len < length - 1:
+        return "prompt_logprobs"
+    special = (
+        req.input_embeds,
+        req.positional_embed_overrides,
+        req.multimodal_inputs,
+        req.session,
+        req.beam_group,
+        req.multi_item_delimiter_indices,
+        req.token_indices_to_pool,
+    )
+    if req.return_hidden_states or any(value is not None for value in special):
+        return "unsupported_request"
+    return None

@@ -1,0 +1,133 @@
+"""The run index, kept in step with the radix tree by the tree's own structural changes."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+from sglang_kvshare.engine.branches import path_tokens, untagged
+from sglang_kvshare.matching.namespace import Namespace
+from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.plan import Int64Array
+
+logger = logging.getLogger(__name__)
+
+
+class IndexMirror:
+    """Owner of the run index; told of every change of the tree after it happened.
+
+    The tree serves on whatever happens here: an index that cannot follow is given up until the
+    next flush, and every request gets its prefix as in stock SGLang.
+
+    Args:
+        max_depth: tokens of a greater depth serve nobody and are not indexed.
+        on_fault: called when the index is given up.
+    """
+
+    def __init__(self, index: RunIndex, max_depth: int, on_fault: Callable[[], None]) -> None:
+        self.index = index
+        self.failed = False
+        self._max_depth = max_depth
+        self._on_fault = on_fault
+        self._nodes: dict[int, TreeNode] = {}
+
+    def clear(self) -> None:
+        self.index.clear()
+        self._nodes.clear()
+        self.failed = False
+
+    def forget_donors(self) -> None:
+        """Nothing that is cached now serves as a donor; the tree itself stays."""
+        self.index.clear()
+
+    def owners(self, slots: Int64Array) -> dict[int, TreeNode]:
+        """The tree nodes that own ``slots``, by number."""
+        numbers = np.unique(self.index.nodes_of(slots)).tolist()
+        return {number: self._nodes[number] for number in numbers}
+
+    def inserted(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+        """``leaf`` is new in the tree.
+
+        Args:
+            depth: of its provenance; ``None`` for values that must never serve as donors.
+            placed: positions (of the whole sequence, ascending) that hold moved values. They are
+                no donors: a key is never rotated twice, and their own donors serve better.
+        """
+        self._follow(lambda: self._insert(leaf, depth, placed))
+
+    def split(self, upper: TreeNode) -> None:
+        """``upper`` took over the first part of its only child."""
+
+        def change() -> None:
+            self._nodes[upper.id] = upper
+            self.index.reassign(upper.id, _slots(upper))
+
+        self._follow(change)
+
+    def deleted(self, node: TreeNode) -> None:
+        """``node`` has left the tree."""
+
+        def change() -> None:
+            self.index.remove(_slots(node))
+            del self._nodes[node.id]
+
+        self._follow(change)
+
+    def _insert(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+        self._nodes[leaf.id] = leaf
+        if depth is None or depth > self._max_depth:
+            return
+        slots, tokens = _slots(leaf), int64(leaf.key.raw_token_ids())
+        end = path_tokens(leaf)
+        begin = end - tokens.shape[0]
+        namespace = _namespace(leaf.key)
+        above = leaf.parent
+        # The root's value is an empty list.
+        before = int(above.value[-1]) if len(above.value) else -1
+        for start, stop in _computed(begin, end, placed):
+            part = slice(start - begin, stop - begin)
+            parent = before if start == begin and before >= 0 and self.index.holds(before) else -1
+            self.index.insert(
+                leaf.id, namespace, tokens[part], slots[part], parent, position=start, depth=depth
+            )
+
+    def _follow(self, change: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            change()
+        except Exception:
+            logger.exception("KVShare's run index lost the tree; no donors until the next flush")
+            self.failed = True
+            self._on_fault()
+
+
+def _computed(begin: int, end: int, placed: Int64Array) -> list[tuple[int, int]]:
+    """The stretches of ``[begin, end)`` between placed positions."""
+    inside = placed[np.searchsorted(placed, begin) : np.searchsorted(placed, end)]
+    if not inside.shape[0]:
+        return [(begin, end)]
+    edges = np.concatenate([[begin - 1], inside, [end]])
+    gaps = np.flatnonzero(np.diff(edges) > 1)
+    return [(int(edges[gap]) + 1, int(edges[gap + 1])) for gap in gaps]
+
+
+def _namespace(key: RadixKey) -> bytes:
+    # `extra_key` holds the caller's key and the adapter, already apart (`Namespace.tree_key`).
+    return Namespace(key.cache_salt, untagged(key.extra_key)).encode()
+
+
+def _slots(node: TreeNode) -> Int64Array:
+    return np.asarray(node.value.cpu().numpy(), dtype=np.int64)
+
+
+def int64(tokens: array[int] | Iterable[int] | Any) -> Int64Array:
+    """A copy: numpy must not keep SGLang's growing array from being resized."""
+    if isinstance(tokens, array):
+        return np.frombuffer(tokens, dtype=np.int64).copy()
+    return np.fromiter(tokens, dtype=np.int64)
