@@ -85,6 +85,12 @@ class KVShareConfig:
         low=1,
         high=1_000_000,
     )
+    gate: str = _option(
+        "measured",
+        "Which plans are carried out: those that measured times predict to save time, or all "
+        "that spare min_saved_tokens.",
+        choices=("measured", "off"),
+    )
     max_donors_per_window: int = _option(
         8,
         "How many cached places of one window are looked at, the most recent first.",

@@ -8,6 +8,7 @@ nothing can leave the tree in between, since both happen in one pass of the sche
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -101,8 +102,15 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
         return _Outcome("prefix_covers_prompt")
     if cache.index_failed:
         return _Outcome("index_failed")
+    gate = cache.gate if options.recompute_ratio < 1 else None
+    rows = left_tokens + 1
+    if gate is not None and not gate.worth_a_look(rows):
+        return _Outcome("gate_closed")
     with step("match"):
+        begin = time.perf_counter()
         plan = cache.plan(req)
+        if gate is not None:
+            gate.observe_match(rows, (time.perf_counter() - begin) * 1e3)
     if not plan.spans:
         return _Outcome("no_match")
     with step("select"):
@@ -110,6 +118,8 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.
     if options.recompute_ratio < 1 and placement.reused_tokens < config.min_saved_tokens:
         return _Outcome("below_minimum")
+    if gate is not None and not gate.pays(rows, placement.reused_tokens):
+        return _Outcome("gate_closed")
     with step("lock"):
         donors = cache.hold(state, placement)
     state.planned_depth = max(state.depth, plan.depth + 1)

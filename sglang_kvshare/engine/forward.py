@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from sglang_kvshare.engine.admission import settle
 from sglang_kvshare.engine.narrowing import KeptRows, narrowed
 from sglang_kvshare.engine.placement import DonorCopy, Placer
 from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model, decoder_layers
 from sglang_kvshare.plan import Placement
 
@@ -36,6 +38,7 @@ PADDING_SLOT = 0
 class WorkerParts:
     placer: Placer
     first_layer: int
+    stopwatch: Stopwatch
 
 
 def prepare_worker(worker: Any, config: KVShareConfig) -> None:
@@ -53,7 +56,7 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
     # At least one layer is narrowed, or nothing would be spared.
     first_layer = min(config.narrow_layer, len(decoder_layers(runner.model)) - 1)
     placer = Placer(runner.token_to_kv_pool, runner.model, first_layer)
-    worker.kvshare_parts = WorkerParts(placer, first_layer)
+    worker.kvshare_parts = WorkerParts(placer, first_layer, Stopwatch(str(runner.device)))
 
 
 def keep_freed_memory() -> None:
@@ -77,20 +80,38 @@ def forward_batch_generation(
     if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
     chunks, kept, lost_because = _place_or_miss(parts, batch)
+    tell = _telling(batch, kept)
     if kept is not None:
         try:
-            with narrowed(self.model_runner, kept, parts.first_layer):
+            with (
+                parts.stopwatch.measure(tell),
+                narrowed(self.model_runner, kept, parts.first_layer),
+            ):
                 result = original(self, batch, *args, **kwargs)
         except Exception:
             # Whatever raised, the batch itself is as it was: it runs again as SGLang would have
             # run it, every row, over whatever was placed.
             logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
             chunks, lost_because = _miss(batch, "narrow"), "narrowing_failed"
+            tell = _telling(batch, None)
         else:
             _finish(batch, chunks, lost_because)
             return result
     _finish(batch, chunks, lost_because)
-    return original(self, batch, *args, **kwargs)
+    with parts.stopwatch.measure(tell):
+        return original(self, batch, *args, **kwargs)
+
+
+def _telling(batch: Any, kept: KeptRows | None) -> Callable[[float], None]:
+    """What is to be told the time of this forward."""
+    gate = getattr(batch.tree_cache, "gate", None)
+    if gate is None:
+        return lambda ms: None
+    if kept is None:
+        rows = sum(batch.extend_lens)
+        return lambda ms: gate.observe_full(rows, ms)
+    rows = len(kept.rows)
+    return lambda ms: gate.observe_narrowed(rows, ms)
 
 
 @dataclass(frozen=True)
@@ -192,6 +213,9 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
             raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3
+    gate = getattr(batch.tree_cache, "gate", None)
+    if gate is not None:
+        gate.observe_copy(int(targets.shape[0]), elapsed_ms)
     logger.debug("KVShare placed %d tokens in %.2f ms", targets.shape[0], elapsed_ms)
 
 

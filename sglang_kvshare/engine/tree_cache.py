@@ -32,6 +32,7 @@ from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.plan import Placement, ReusePlan
+from sglang_kvshare.scheduling.benefit import BenefitGate
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,11 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> KVShareRadixCache:
         raise RuntimeError("--radix-cache-backend kvshare needs --kvshare")
     check_seams()
     hooks.verify()
+    # Every rank must come to the same plans, and no two measure the same times.
+    gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     prepare_worker(ctx.tp_worker, config)
     logger.info("KVShare is on: %s", config.to_json())
-    return KVShareRadixCache(ctx.params, config)
+    return KVShareRadixCache(ctx.params, config, gate)
 
 
 class KVShareRadixCache(RadixCache):
@@ -64,13 +67,15 @@ class KVShareRadixCache(RadixCache):
     branch that is not published.
     """
 
-    def __init__(self, params: Any, config: KVShareConfig) -> None:
+    def __init__(self, params: Any, config: KVShareConfig, gate: BenefitGate | None = None) -> None:
         self.config = config
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
         self.mirror = IndexMirror(self.index, config.max_depth, lambda: self.fault("index"))
         self.donors = DonorLocks(self.lock, self.unlock)
+        #: ``None``: every plan of ``min_saved_tokens`` is carried out.
+        self.gate = gate
         #: Counts the model's weights; see :meth:`forget_donors`.
         self.generation = 0
         #: The request whose values are being inserted, if it is one of ours.
@@ -133,9 +138,9 @@ class KVShareRadixCache(RadixCache):
         if state is not None and state.options.reuse == "off":
             return self._empty_match_result
         exact = super().match_prefix(params)
-        if state is None or not accepts_approximation(params.req, state):
-            return exact
         try:
+            if state is None or not accepts_approximation(params.req, state):
+                return exact
             return self._along_branch(params.key, exact, state)
         except Exception:
             logger.exception("KVShare could not follow a branch; the exact prefix serves")
@@ -281,7 +286,11 @@ class KVShareRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         result = super().evict(params)
         if result.num_tokens_evicted < params.num_tokens and self.donors.holders:
-            self.donors.release_all()
+            try:
+                self.donors.release_all()
+            except Exception:
+                logger.exception("KVShare could not let go of its donors")
+                self.fault("alloc")
             more = super().evict(EvictParams(params.num_tokens - result.num_tokens_evicted))
             result = EvictResult(result.num_tokens_evicted + more.num_tokens_evicted)
         return result

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tree_machine import FakeReq, RecordingPlacer, TreeCacheMachine
@@ -125,45 +127,171 @@ def test_an_index_that_fails_costs_reuse_and_nothing_else(monkeypatch):
     check_all(machine)
 
 
+class Injected(RuntimeError):
+    pass
+
+
+def broken(*args, **kwargs):
+    raise Injected
+
+
+def half_broken_lock(cache):
+    """Takes the first lock and fails at the second."""
+    lock, calls = cache.donors._lock, []
+
+    def locking(node):
+        calls.append(node)
+        if len(calls) > 1:
+            raise Injected
+        return lock(node)
+
+    return locking
+
+
+TWO_DONORS = ([5, *PASSAGE, 6], [5, 2, *PASSAGE[::-1], 6])
+TWO_PASSAGES = [7, *PASSAGE, 8, *PASSAGE[::-1], 9]
+
+#: step -> (what is broken, its name, by what).
+FAULTS = {
+    "match": ("sglang_kvshare.engine.tree_cache.plan_reuse", broken),
+    "select": ("sglang_kvshare.engine.admission.select", broken),
+    "lock": ("sglang_kvshare.engine.donor_locks.time.monotonic", broken),
+    "copy": ("sglang_kvshare.engine.forward._copy", broken),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
 @pytest.mark.usefixtures("sglang_cpu")
-def test_a_plan_that_fails_costs_a_miss(monkeypatch):
-    machine = fresh()
+def test_a_fault_at_any_step_is_counted_and_costs_a_miss(where, monkeypatch):
+    target, fault = FAULTS[where]
+    machine = fresh(FaultyMachine)
     served(machine, DONOR)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(machine.cache, "plan", broken)
-        report = served(machine, PROMPT)
-    assert (report.decision, report.reason) == ("none", "planning_failed")
+    if where == "lock":
+        # Only ours: SGLang's tree asks the same clock.
+        monkeypatch.setattr(
+            "sglang_kvshare.engine.donor_locks.time", SimpleNamespace(monotonic=broken)
+        )
+    else:
+        monkeypatch.setattr(target, fault)
+    report = served(machine, PROMPT)
+    assert machine.faults == [where]
+    reason = "placement_failed" if where == "copy" else "planning_failed"
+    assert (report.decision, report.reason) == ("none", reason)
     assert (report.reused_tokens, report.new_tokens) == (0, len(PROMPT))
+    check_all(machine)
+    # Positive control, and nothing stays behind: without the fault the next one reuses.
+    monkeypatch.undo()
+    assert served(machine, [4, *PROMPT]).reused_tokens > 0
+    assert machine.faults == [where]
     check_all(machine)
 
 
-class FaultyPlacer(RecordingPlacer):
+@pytest.mark.usefixtures("sglang_cpu")
+def test_locks_taken_before_a_fault_are_given_back(monkeypatch):
+    machine = fresh(FaultyMachine)
+    for donor in TWO_DONORS:
+        served(machine, donor, reuse="exact_prefix")
+    monkeypatch.setattr(machine.cache.donors, "_lock", half_broken_lock(machine.cache))
+    assert served(machine, TWO_PASSAGES).reason == "planning_failed"
+    assert machine.faults == ["lock"]
+    assert machine.cache.held_donor_locks == 0
+    check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_a_branch_that_cannot_be_published_or_followed_costs_itself(monkeypatch):
+    machine = fresh(FaultyMachine)
+    served(machine, DONOR)
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_kvshare.engine.branches.exact_ancestor", broken)
+        assert served(machine, PROMPT).reused_tokens == 16
+    assert set(machine.faults) == {"publish"}
+    assert not any(machine.depth_of(node) for node in machine.nodes())
+    check_all(machine)
+    assert served(machine, PROMPT).reused_tokens == 16
+    machine.faults.clear()
+    longer = [*PROMPT, 1, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_kvshare.engine.branches.longest_branch", broken)
+        # The donor serves instead.
+        assert served(machine, longer).donors == 1
+    assert set(machine.faults) == {"match"}
+    check_all(machine)
+    # Positive control: the branch is there.
+    machine.from_branches = 0
+    served(machine, [*longer, 1])
+    assert machine.from_branches > 0
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_donors_that_cannot_give_way_do_not_end_the_scheduler(monkeypatch):
+    machine = fresh(FaultyMachine)
+    served(machine, DONOR)
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    machine.cache.donors._holders.add(object())
+    monkeypatch.setattr(machine.cache.donors, "release_all", broken)
+    evicted = machine.cache.evict(EvictParams(num_tokens=1000)).num_tokens_evicted
+    assert evicted == len(DONOR)
+    assert machine.faults == ["alloc"]
+
+
+class NotFinite(RecordingPlacer):
+    """The first donor token holds a NaN."""
+
     def place(self, copy):
-        raise RuntimeError("injected")
+        super().place(copy)
+        return False
+
+    def invalid(self, slots):
+        return slots[:1]
 
 
-class FaultyMachine(TreeCacheMachine):
-    """The copy of donors fails; the batch is computed in full."""
+@pytest.mark.usefixtures("sglang_cpu")
+def test_a_donor_that_is_not_finite_serves_nobody_any_more(monkeypatch):
+    machine = fresh(FaultyMachine)
+    served(machine, DONOR)
+    monkeypatch.setattr(FaultyMachine, "placer_class", NotFinite)
+    report = served(machine, PROMPT)
+    assert (report.decision, report.reason) == ("none", "donor_invalid")
+    assert machine.faults == ["copy"]
+    machine.slots_are_conserved()
+    machine.locks_are_what_is_held()
+    # The token is gone from the index, the others of its donor and of the prompt are there.
+    slots = torch.cat([node.value for node in machine.nodes()]).numpy()
+    held = machine.cache.index.nodes_of(slots) >= 0
+    # The donor came first: its tokens have the slots from 1 on.
+    assert list(slots[~held]) == [1 + DONOR.index(1)]
 
-    placer_class = FaultyPlacer
-    faulty = True
 
-    def check_kept(self, *args):
-        raise AssertionError("nothing may be narrowed")
+@pytest.mark.usefixtures("sglang_cpu")
+def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
+    """LRU order is SGLang's; that slots and locks are right does not hang on it."""
+    ticks = iter(range(10**9, 0, -1))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    machine = fresh()
+    served(machine, DONOR)
+    assert served(machine, PROMPT).reused_tokens == 16
+    machine.press(tokens=5)
+    served(machine, [3, *PROMPT])
+    check_all(machine)
 
 
 @pytest.mark.usefixtures("sglang_cpu")
 @pytest.mark.parametrize("chunk", [1000, 8])
-def test_a_copy_that_fails_costs_a_miss_and_is_not_counted_as_reuse(chunk):
+def test_a_copy_that_fails_costs_a_miss_and_is_not_counted_as_reuse(chunk, monkeypatch):
+    monkeypatch.setattr("sglang_kvshare.engine.forward._copy", broken)
     machine = fresh(FaultyMachine)
     served(machine, DONOR)
     report = served(machine, PROMPT, chunk)
     assert report.prompt_tokens == len(PROMPT)
     assert report.reused_tokens == 0, report
     assert report.decision == "none", report
-    machine.slots_are_conserved()
-    machine.locks_are_what_is_held()
+    check_all(machine)
+
+
+class FaultyMachine(TreeCacheMachine):
+    """Plans may fail to be carried out."""
+
+    faulty = True

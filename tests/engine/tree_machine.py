@@ -270,7 +270,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         for slot in slots.tolist():
             self.written.pop(slot, None)
             self.note_weights(req, slot)
-        parts = WorkerParts(self.placer_class(self), 0)
+        parts = WorkerParts(self.placer_class(self), 0, None)
         chunks, kept, lost_because = _place_or_miss(parts, batch)
         if kept is not None:
             self.check_kept(kept, placed, start, end)
