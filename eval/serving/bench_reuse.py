@@ -10,7 +10,7 @@ Four questions, each answered by a ratio of interleaved measurements on one mach
 * **idle cost**: prompts that share nothing; a KVShare server against a stock server without the
   plug-in, both newly started and up, one request at a time, turn by turn; and once more after
   both have served a history of prompts that KVShare reuses;
-* **short prompts**: a few dozen tokens of which most are cached elsewhere; reuse as the gate decides
+* **short prompts**: dozens of tokens of which most are cached elsewhere; reuse as the gate decides
   it against ``exact_prefix`` on the same server: where reuse cannot gain it must not lose;
 * **placement**: the server's own clock around copying and rotating, as a share of the TTFT.
 

@@ -149,10 +149,9 @@ class KVShareRadixCache(RadixCache):
 
     def _along_branch(self, key: RadixKey, exact: MatchResult, state: RequestState) -> MatchResult:
         """``exact``, or a branch that reaches ``min_run_tokens`` further."""
-        tokens = key.raw_token_ids()
-        whole = len(tokens) // self.page_size * self.page_size
+        whole = len(key) // self.page_size * self.page_size
         tagged = RadixKey(
-            tokens,
+            key.token_ids,
             branches.tagged(key.extra_key, state.options.quality, self.generation),
             limit=whole,
             cache_salt=key.cache_salt,

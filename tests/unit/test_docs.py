@@ -47,3 +47,15 @@ def test_each_reason_in_the_code_is_explained(configuration):
 def test_each_preset_can_be_read_and_changes_something(configuration, path):
     assert resolve(yaml_path=path) != KVShareConfig()
     assert f"configs/{path.name}" in configuration
+
+
+def test_each_test_that_stands_for_a_report_exists():
+    text = (ROOT / "docs" / "user-reports.md").read_text()
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    files = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = set(re.findall(r"`(test_\w+)`", text)) | {"the_tree_says_where_its_values_come_from"}
+    assert len(named) > 30
+    for name in named:
+        assert f"def {name}(" in code, name
+    for name in re.findall(r"`(test_\w+\.py)`", text):
+        assert name in files, name
