@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test lint format bench clean
+.PHONY: help env model demo test soak lint format bench clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -26,6 +26,9 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 
 test: lint model ## run everything that needs no GPU
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu'
+
+soak: env ## a hundred thousand steps of the state machine over the scheduler; takes hours
+	@$(PY) tests/engine/soak.py $(SOAK)
 
 lint: env ## ruff on everything, mypy in strict mode on the core
 	@$(PY) -m ruff check .

@@ -120,6 +120,16 @@ class Reference:
             self.decode(grown, token)
         return grown
 
+    def all_logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[n, vocab]``: log-probabilities after every token, from one full computation."""
+        at = torch.arange(len(tokens))
+        hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        for layer in range(self.model.layers):
+            normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
+            query, key, value = self._qkv(layer, normed)
+            hidden = self._after_attention(layer, hidden, self._attend(query, at, key, value))
+        return self._logits(hidden).log_softmax(-1)
+
     # --- parts of a decoder layer -------------------------------------------------------------
 
     def _qkv(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,119 @@
+"""Cases that chance may miss, on the scheduler of ``live_machine``, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from live_machine import (
+    DOMAINS,
+    PASSAGES,
+    STATES,
+    Bench,
+    LiveMachine,
+    check_empty,
+    check_idle,
+)
+
+
+def machine_on(bench: Bench) -> LiveMachine:
+    """The state machine, moved by hand."""
+    machine = type("Machine", (LiveMachine,), {"bench": bench})()
+    machine.begin()
+    return machine
+
+
+def options(**kvshare: Any) -> dict[str, Any]:
+    return {
+        "kvshare": kvshare,
+        "domain": DOMAINS[0],
+        "n_new": 4,
+        "logprobs": None,
+        "turns": 0,
+    }
+
+
+DONOR = [number for number in range(len(PASSAGES) - 2)]
+
+
+def a_permuted_passage_is_reused(bench: Bench) -> None:
+    """Positive control of reuse, and of the domains: elsewhere the same prompt finds nothing."""
+    machine = machine_on(bench)
+    machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+    machine.run_until_idle()
+    before = bench.counts["reused tokens"]
+    settings = options(recompute_ratio=0.0)
+    machine.arrive_with_passages(DONOR[::-1], glue=5, question=2, settings=settings)
+    machine.run_until_idle()
+    reused = bench.counts["reused tokens"]
+    assert reused - before > 30, (before, reused)
+    for domain in DOMAINS[1:]:
+        machine.arrive_with_passages(
+            DONOR, glue=2, question=1, settings=settings | {"domain": domain}
+        )
+        machine.run_until_idle()
+        assert bench.counts["reused tokens"] == reused, domain
+    machine.teardown()
+
+
+def abort_in(state: str, ratio: float) -> Callable[[Bench], None]:
+    """Bring a request that takes from donors into ``state``, abort it there, and go on."""
+
+    def case(bench: Bench) -> None:
+        machine = machine_on(bench)
+        machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+        machine.run_until_idle()
+        wish = options(recompute_ratio=ratio) | {"n_new": 20}
+        machine.arrive_with_passages(DONOR[::-1], glue=20, question=3, settings=wish)
+        machine.arrive_with_passages(DONOR, glue=7, question=3, settings=wish)
+        if state == "waiting":
+            # Received but not run: no row is left for it.
+            for _ in range(6):
+                machine.arrive_fresh(20, settings=options() | {"n_new": 20})
+        before = bench.counts[f"abort while {state}"]
+        for _ in range(60):
+            machine.turn()
+            if state == "retracted":
+                machine.live.retract_next()
+            machine.abort(state, 0)
+            if bench.counts[f"abort while {state}"] > before:
+                break
+        machine.live.retract_no_more()
+        assert bench.counts[f"abort while {state}"] == before + 1, state
+        machine.run_until_idle()
+        check_idle(machine.live)
+        # What was aborted left nothing that serves wrongly.
+        machine.arrive_with_passages(DONOR[::-1], 20, 3, options(recompute_ratio=1.0))
+        machine.arrive_with_passages(DONOR[::-1], 20, 3, options(reuse="exact_prefix"))
+        machine.teardown()
+
+    return case
+
+
+def new_weights_while_paused(bench: Bench) -> None:
+    """Requests sent back by a pause outlive a change of the weights; no old donor does."""
+    machine = machine_on(bench)
+    machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+    machine.run_until_idle()
+    settings = options(recompute_ratio=0.0) | {"n_new": 10}
+    machine.arrive_with_passages(DONOR[::-1], glue=5, question=2, settings=settings)
+    machine.turn()
+    machine.turn()
+    machine.pause("retract")
+    machine.empty(new_weights=True)
+    assert machine.model == 1
+    assert machine.live.cache.index.live_tokens == 0
+    machine.resume()
+    machine.run_until_idle()
+    before = bench.counts["texts checked"]
+    machine.arrive_with_passages(DONOR, glue=5, question=2, settings=options(reuse="exact_prefix"))
+    machine.teardown()
+    assert bench.counts["texts checked"] == before + 1
+    check_empty(machine.live)
+
+
+CASES = (
+    a_permuted_passage_is_reused,
+    *(abort_in(state, ratio) for state in STATES for ratio in (0.0, 1.0)),
+    new_weights_while_paused,
+)
