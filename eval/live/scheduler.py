@@ -12,8 +12,8 @@ SGLang reads its platform and its test switches when it is imported, and builds 
 process: call :func:`prepare` first, and give every scheduler a process of its own
 (:mod:`kvshare_eval.live.process` makes that cheap).
 
-Seams: ``Scheduler.init_ipc_channels``, ``init_idle_sleeper``, ``maybe_init_scripted_scheduler_hook``
-(overridden), ``run_event_loop`` (called), ``runtime_context.publish`` (as in
+Seams: ``Scheduler.init_ipc_channels``, ``init_idle_sleeper`` and
+``maybe_init_scripted_scheduler_hook`` (overridden), ``run_event_loop`` (called), ``runtime_context.publish`` (as in
 ``run_scheduler_process``).
 """
 

@@ -33,7 +33,7 @@ def options(**kvshare: Any) -> dict[str, Any]:
     }
 
 
-DONOR = [number for number in range(len(PASSAGES) - 2)]
+DONOR = list(range(len(PASSAGES) - 2))
 
 
 def a_permuted_passage_is_reused(bench: Bench) -> None:

@@ -25,10 +25,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvshare_eval.live.scheduler import Finished, LiveScheduler, prepare
 from reference import Reference
 from tiny_models import VOCAB, TinyModel
 
+from kvshare_eval.live.scheduler import Finished, LiveScheduler, prepare
 from sglang_kvshare.config import KVShareConfig
 
 WINDOW = 8

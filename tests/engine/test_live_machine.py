@@ -1,4 +1,4 @@
-"""The real scheduler in process: a positive control, aborts in every state, and any order of events."""
+"""The real scheduler in process: a positive control, aborts in every state, any order of events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from kvshare_eval.live.process import in_a_process
 
 #: What one run of the machine does here; ``make soak`` does a hundred thousand steps.
