@@ -18,11 +18,12 @@ import torch
 
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
+from sglang_kvshare.engine.geometry import check_pool, layer_geometries
 from sglang_kvshare.engine.narrowing import KeptRows, narrowed
 from sglang_kvshare.engine.placement import DonorCopy, Placer
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
-from sglang_kvshare.engine.support import check_model, decoder_layers
+from sglang_kvshare.engine.support import check_model
 from sglang_kvshare.plan import Placement
 
 logger = logging.getLogger(__name__)
@@ -45,17 +46,20 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
     """Check the loaded model and keep what every forward needs.
 
     Raises:
-        Unsupported: see :func:`sglang_kvshare.engine.support.check_model`.
+        Unsupported: see :func:`sglang_kvshare.engine.support.check_model` and
+            :mod:`sglang_kvshare.engine.geometry`.
     """
     runner = worker.model_runner
-    check_model(runner.model, runner.token_to_kv_pool)
+    check_model(runner.model)
+    check_pool(runner.token_to_kv_pool)
+    layers = layer_geometries(runner.model, runner.model_config.context_len)
     if str(runner.device) == "cpu":
         keep_freed_memory()
     else:
         logger.warning("KVShare has been tried on CPUs only; this device is %s", runner.device)
     # At least one layer is narrowed, or nothing would be spared.
-    first_layer = min(config.narrow_layer, len(decoder_layers(runner.model)) - 1)
-    placer = Placer(runner.token_to_kv_pool, runner.model, first_layer)
+    first_layer = min(config.narrow_layer, len(layers) - 1)
+    placer = Placer(runner.token_to_kv_pool, layers[first_layer:])
     worker.kvshare_parts = WorkerParts(placer, first_layer, Stopwatch(str(runner.device)))
 
 

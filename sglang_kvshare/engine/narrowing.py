@@ -6,8 +6,8 @@
 
 Seams: the decoder layers are called as ``layer(positions, hidden_states, forward_batch, ...)``;
 ``residual_batch.to_pp`` and ``attn_boundary.from_pp`` take the residual pair apart and together;
-``ForwardContext.attn_backend`` is what ``RadixAttention.forward`` calls. Nothing is installed
-while no extend is narrowed.
+``ForwardContext.attn_backend`` is what ``RadixAttention.forward`` calls; ``RadixAttention.k_scale``
+and ``v_scale`` belong to an FP8 pool. Nothing is installed while no extend is narrowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.position_mask import attend, last_positions
+from sglang_kvshare.engine.placement import gather
 from sglang_kvshare.engine.support import decoder_layers
+
+#: The backend that writes to an FP8 pool and reads from it without the layer's scales.
+_UNSCALED_BACKEND = "TorchNativeAttnBackend"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class NarrowedAttention:
         self._stock = stock
         self._kept = kept
         self._first_layer = first_layer
+        self._scaled = type(stock).__name__ != _UNSCALED_BACKEND
         self._kv_rows: list[torch.Tensor] | None = None
         self._block_ends = [last_positions(part) for part in kept.positions.split(kept.counts)]
 
@@ -136,8 +141,11 @@ class NarrowedAttention:
         if layer.layer_id < self._first_layer:
             return self._stock.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         pool = self._stock.token_to_kv_pool
+        k_scale, v_scale = self._scales(layer, pool)
         if save_kv_cache:
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            # Dividing by a scale happens in place; the narrowed rows are nobody else's.
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            pool.set_kv_buffer(layer, where, k, v, k_scale, v_scale)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
@@ -146,14 +154,20 @@ class NarrowedAttention:
             end = begin + self._kept.counts[number]
             out[begin:end] = attend(
                 queries[begin:end],
-                keys.index_select(0, slots),
-                values.index_select(0, slots),
+                _read(keys, slots, q.dtype, k_scale),
+                _read(values, slots, q.dtype, v_scale),
                 self._kept.positions[begin:end],
                 scale=layer.scaling,
                 block_ends=self._block_ends[number],
             )
             begin = end
         return out.view(q.shape[0], -1)
+
+    def _scales(self, layer: Any, pool: Any) -> tuple[Any, Any]:
+        """What the stock backend multiplies stored keys and values by; ``None`` for nothing."""
+        if not self._scaled or pool.dtype.itemsize > 1:
+            return None, None
+        return layer.k_scale, layer.v_scale
 
     def _slots(self, forward_batch: Any) -> list[torch.Tensor]:
         """The KV row of each request, ``[seq_len]``; read once, for all layers."""
@@ -165,3 +179,11 @@ class NarrowedAttention:
                 for index, length in zip(indices, self._kept.kv_lengths, strict=True)
             ]
         return self._kv_rows
+
+
+def _read(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, scale: Any) -> Any:
+    """The values of ``slots`` in the dtype of the computation, FP8 brought back to its scale."""
+    values = gather(buffer, slots)
+    if scale is None:
+        return values.to(dtype)
+    return values.float().mul_(scale).to(dtype)

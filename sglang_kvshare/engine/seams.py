@@ -213,6 +213,17 @@ SEAMS = (
         "self",
         "fp32 rotation table",
     ),
+    Seam(
+        _SRT + "layers.rotary_embedding.rope_variant.Phi3LongRoPEScaledRotaryEmbedding"
+        "._compute_cos_sin_cache",
+        "self, max_position_embeddings, rescale_factors, mscale",
+        "fp32 rotation table of LongRoPE",
+    ),
+    Seam(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.is_quantized_kv_cache",
+        None,
+        "refusal of unknown pools",
+    ),
 )
 
 

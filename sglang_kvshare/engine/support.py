@@ -28,9 +28,10 @@ SUPPORTED_MODELS = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Glm4ForCausalLM",
 )
-#: Exact classes: a subclass may rotate in its own way.
-SUPPORTED_ROPE = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding")
+#: Values of --kv-cache-dtype that the placement and the narrowed attention know.
+SUPPORTED_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 ARGUMENT_REFUSALS = (
     Refusal("--disable-radix-cache", lambda a: bool(a.disable_radix_cache)),
@@ -50,9 +51,12 @@ ARGUMENT_REFUSALS = (
         "another tree cache (--radix-cache-backend)",
         lambda a: a.radix_cache_backend not in (None, "kvshare"),
     ),
+    Refusal("--kv-cache-dtype nvfp4", lambda a: a.kv_cache_dtype == "nvfp4"),
+    Refusal("--kv-cache-dtype fp4_mx_block16", lambda a: a.kv_cache_dtype == "fp4_mx_block16"),
+    Refusal("--kv-cache-dtype mxfp8", lambda a: a.kv_cache_dtype == "mxfp8"),
     Refusal(
-        "a KV cache in another dtype than the model's (--kv-cache-dtype)",
-        lambda a: a.kv_cache_dtype != "auto",
+        f"a --kv-cache-dtype other than {', '.join(SUPPORTED_KV_DTYPES)}",
+        lambda a: a.kv_cache_dtype not in SUPPORTED_KV_DTYPES,
     ),
 )
 
@@ -68,27 +72,20 @@ def check_arguments(args: Any) -> None:
             raise Unsupported(f"--kvshare does not support {refusal.what} yet")
 
 
-def check_model(model: Any, pool: Any) -> None:
-    """Refuse models and pools whose layout the placement and the narrowing do not know.
+def check_model(model: Any) -> None:
+    """Refuse models whose layers the narrowing does not know; for their keys and the pool see
+    :mod:`sglang_kvshare.engine.geometry`.
 
     Args:
         model: the loaded model, ``ModelRunner.model``.
-        pool: ``ModelRunner.token_to_kv_pool``.
 
     Raises:
-        Unsupported: names the model class, the RoPE kind or the pool.
+        Unsupported: names the model class or what is special about its attention.
     """
     name = type(model).__name__
     if name not in SUPPORTED_MODELS:
         raise Unsupported(
             f"--kvshare does not support {name} yet; supported are {', '.join(SUPPORTED_MODELS)}"
-        )
-    if type(pool).__name__ != "MHATokenToKVPool":
-        raise Unsupported(f"--kvshare does not know the KV pool {type(pool).__name__}")
-    keys = pool.get_key_buffer(pool.start_layer)
-    if keys.dim() != 3 or not keys.is_floating_point() or keys.element_size() < 2:
-        raise Unsupported(
-            f"--kvshare does not know a key buffer of shape {tuple(keys.shape)}, {keys.dtype}"
         )
     for number, layer in enumerate(decoder_layers(model)):
         attention = layer.self_attn.attn
@@ -96,23 +93,6 @@ def check_model(model: Any, pool: Any) -> None:
             raise Unsupported(f"--kvshare does not support sliding windows (layer {number})")
         if attention.logit_cap:
             raise Unsupported(f"--kvshare does not support logit soft-capping (layer {number})")
-        check_rope(layer.self_attn.rotary_emb)
-
-
-def check_rope(rope: Any) -> None:
-    """Refuse every RoPE kind that :mod:`sglang_kvshare.recompute.rope` does not move exactly.
-
-    Raises:
-        Unsupported: names the class, or the pairing.
-    """
-    kind = type(rope).__name__
-    if kind not in SUPPORTED_ROPE:
-        raise Unsupported(
-            f"--kvshare does not support the RoPE kind {kind} yet; "
-            f"supported are {', '.join(SUPPORTED_ROPE)}"
-        )
-    if not rope.is_neox_style:
-        raise Unsupported(f"--kvshare does not support GPT-J style pairing ({kind}) yet")
 
 
 def decoder_layers(model: Any) -> Any:

@@ -1,7 +1,8 @@
 """A slow, clear model in plain PyTorch that can do what a reusing server does, in the same words.
 
 It shares no code with SGLang or KVShare. Keys are kept without rotation and rotated from scratch
-at the position where they are attended to, so that a placed key is right by construction.
+at the position where they are attended to, so that a placed key is right by construction. Where
+the pool is FP8, what is kept is what un-rotating the stored key would give.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ class Row:
 
 
 class Reference:
-    def __init__(self, model: TinyModel) -> None:
+    """``kv_dtype``: of the pool; ``None`` for that of the computation."""
+
+    def __init__(self, model: TinyModel, kv_dtype: torch.dtype | None = None) -> None:
         self.model = model
+        self.kv_dtype = kv_dtype
         self.weights = model.weights()
         self.frequencies = _frequencies(model)
+        self.rope_scale = _rope_scale(model)
         self._donors: dict[tuple[int, ...], Row] = {}
 
     def full(self, tokens: Sequence[int]) -> Row:
@@ -82,11 +87,12 @@ class Reference:
             query, key, value = self._qkv(layer, normed)
             row_keys = key.new_zeros(count, *key.shape[1:])
             row_values = torch.zeros_like(row_keys)
-            row_keys[active], row_values[active] = key, value
+            row_keys[active], row_values[active] = self._keep(key, active), self._quantised(value)
             if layer >= narrow_layer:
                 for position, (donor, source) in spared.items():
                     row = donor if isinstance(donor, Row) else self.full(donor)
-                    row_keys[position] = row.keys[layer][source]
+                    moved = row.keys[layer][source : source + 1]
+                    row_keys[position] = self._keep(moved, torch.tensor([position]))[0]
                     row_values[position] = row.values[layer][source]
             keys.append(row_keys)
             values.append(row_values)
@@ -104,8 +110,8 @@ class Reference:
         for layer in range(self.model.layers):
             normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
             query, key, value = self._qkv(layer, normed)
-            row.keys[layer] = torch.cat([row.keys[layer], key])
-            row.values[layer] = torch.cat([row.values[layer], value])
+            row.keys[layer] = torch.cat([row.keys[layer], self._keep(key, position)])
+            row.values[layer] = torch.cat([row.values[layer], self._quantised(value)])
             hidden = self._after_attention(
                 layer,
                 hidden,
@@ -146,6 +152,12 @@ class Reference:
             part = part.view(-1, heads, self.model.head_dim)
             if self.model.qk_norm and name != "v":
                 part = self._norm(part, f"{prefix}{name}_norm.weight")
+            if name != "v":
+                # YaRN's attention scale, on what is rotated.
+                rotary_dim = 2 * self.frequencies.shape[0]
+                part = torch.cat(
+                    [part[..., :rotary_dim] * self.rope_scale, part[..., rotary_dim:]], dim=-1
+                )
             parts.append(part)
         return parts[0], parts[1], parts[2]
 
@@ -168,11 +180,17 @@ class Reference:
 
     def _after_attention(self, layer: int, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         prefix = f"model.layers.{layer}."
-        hidden = hidden + out @ self.weights[prefix + "self_attn.o_proj.weight"].T
+        out = out @ self.weights[prefix + "self_attn.o_proj.weight"].T
+        if self.model.sandwich_norm:
+            out = self._norm(out, prefix + "post_self_attn_layernorm.weight")
+        hidden = hidden + out
         x = self._norm(hidden, prefix + "post_attention_layernorm.weight")
         gate = torch.nn.functional.silu(x @ self.weights[prefix + "mlp.gate_proj.weight"].T)
         up = x @ self.weights[prefix + "mlp.up_proj.weight"].T
-        return hidden + (gate * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        out = (gate * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        if self.model.sandwich_norm:
+            out = self._norm(out, prefix + "post_mlp_layernorm.weight")
+        return hidden + out
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._norm(hidden, "model.norm.weight") @ self.weights["lm_head.weight"].T
@@ -180,18 +198,37 @@ class Reference:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weights[name]
 
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = (positions[:, None].double() * self.frequencies).unsqueeze(1)
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor, sign: int = 1) -> torch.Tensor:
+        angles = (sign * positions[:, None].double() * self.frequencies).unsqueeze(1)
         cos, sin = angles.cos().float(), angles.sin().float()
         half = self.frequencies.shape[0]
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+        out = x.clone()
+        for pair in range(half):
+            i, j = (2 * pair, 2 * pair + 1) if self.model.gptj else (pair, pair + half)
+            out[..., i] = x[..., i] * cos[..., pair] - x[..., j] * sin[..., pair]
+            out[..., j] = x[..., j] * cos[..., pair] + x[..., i] * sin[..., pair]
+        return out
+
+    # --- what an FP8 pool does ----------------------------------------------------------------
+
+    def _keep(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A key written to the pool at its position, brought back to position 0."""
+        if self.kv_dtype is None:
+            return key
+        return self._rotate(self._quantised(self._rotate(key, positions)), positions, sign=-1)
+
+    def _quantised(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kv_dtype is None:
+            return x
+        limit = torch.finfo(self.kv_dtype).max
+        return x.clamp(-limit, limit).to(self.kv_dtype).float()
 
 
 def _frequencies(model: TinyModel) -> torch.Tensor:
     """float64 ``[rotary_dim / 2]``: angle of each pair at position 1."""
-    dim = model.head_dim
-    plain = model.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    dim = int(model.head_dim * model.partial_rotary_factor)
+    exponents = -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    plain = model.rope_theta**exponents
     scaling = model.rope_scaling or {"rope_type": "default"}
     kind = scaling["rope_type"]
     if kind == "default":
@@ -199,11 +236,32 @@ def _frequencies(model: TinyModel) -> torch.Tensor:
     factor = scaling["factor"]
     if kind == "linear":
         return plain / factor
+    if kind == "dynamic":
+        # The base for the longest length that the scaling is made for, `CONTEXT * factor`.
+        stretched = factor * factor - (factor - 1)
+        return (model.rope_theta * stretched ** (dim / (dim - 2))) ** exponents
+    original = scaling["original_max_position_embeddings"]
+    if kind == "yarn":
+        # Dimensions that turn over 32 times in the original length stay, under once are divided.
+        def dimension(turns: float) -> float:
+            return (
+                dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+            )
+
+        low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), dim - 1)
+        ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        return plain / factor * ramp + plain * (1 - ramp)
     assert kind == "llama3"
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    turns = original * plain / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / factor + blend * plain
+
+
+def _rope_scale(model: TinyModel) -> float:
+    """YaRN's factor on queries and keys alike."""
+    scaling = model.rope_scaling or {"rope_type": "default"}
+    return 1 + 0.1 * math.log(scaling["factor"]) if scaling["rope_type"] == "yarn" else 1.0
 
 
 def spared_positions(

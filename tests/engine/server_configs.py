@@ -66,6 +66,15 @@ CONFIGS = _configs(
         ),
         RETRACT,
     ),
+    ServerConfig(
+        "glm4",
+        "glm4",
+        (*EAGER, *ROOM, *CHUNKS, "--page-size", "16", "--kvshare-narrow-layer", "1"),
+    ),
+    ServerConfig(
+        "fp8_e4m3", "qwen3", (*EAGER, *ROOM, "--page-size", "16", "--kv-cache-dtype", "fp8_e4m3")
+    ),
+    ServerConfig("fp8_e5m2", "glm4", (*EAGER, *ROOM, "--kv-cache-dtype", "fp8_e5m2")),
     # Without --kvshare: the platform by its name, the plug-in installed or kept out.
     ServerConfig("installed", "llama", ROOM, (("SGLANG_PLATFORM", "kvshare_cpu"),), kvshare=False),
     ServerConfig(
@@ -77,8 +86,8 @@ CONFIGS = _configs(
     ),
 )
 
-#: Every model family, page size, narrowing layer, chunking and scheduling mode.
-ALL = ("llama", "qwen3", "mistral", "qwen2", "llama3_rope", "linear_rope")
+#: Every model family and kind of RoPE, page size, narrowing layer, chunking and scheduling mode.
+ALL = ("llama", "qwen3", "mistral", "qwen2", "llama3_rope", "linear_rope", "glm4")
 STORMY = ("qwen2", "llama3_rope", "linear_rope")
 
 

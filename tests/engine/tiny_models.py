@@ -30,11 +30,23 @@ YARN_SCALING = {
     "factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+#: SGLang makes one table of it, for `CONTEXT * factor` positions.
+DYNAMIC_SCALING = {"rope_type": "dynamic", "factor": 2.0}
+#: Three positions a token: refused.
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """``bias``: on q, k and v (Qwen2). ``qk_norm``: RMSNorm of each head's q and k (Qwen3)."""
+    """One architecture, as small as it gets.
+
+    Attributes:
+        bias: on q, k and v (Qwen2, GLM-4).
+        qk_norm: RMSNorm of each head's q and k (Qwen3).
+        partial_rotary_factor: part of a head that is rotated.
+        gptj: even dimensions are paired with odd ones, instead of halves.
+        sandwich_norm: RMSNorm also behind attention and MLP (GLM-4).
+    """
 
     architecture: str
     model_type: str
@@ -49,6 +61,9 @@ class TinyModel:
     qk_norm: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None
+    partial_rotary_factor: float = 1.0
+    gptj: bool = False
+    sandwich_norm: bool = False
 
     def config(self) -> dict:
         config = {
@@ -66,7 +81,7 @@ class TinyModel:
             "max_position_embeddings": CONTEXT,
             "rope_theta": self.rope_theta,
             "tie_word_embeddings": False,
-            "attention_bias": False,
+            "attention_bias": self.bias and self.model_type == "glm4",
             "bos_token_id": None,
             # No token ends a sequence: every request gives as many tokens as it asked for.
             "eos_token_id": None,
@@ -74,6 +89,10 @@ class TinyModel:
         }
         if self.rope_scaling is not None:
             config["rope_scaling"] = self.rope_scaling
+        if self.partial_rotary_factor != 1:
+            config["partial_rotary_factor"] = self.partial_rotary_factor
+        if self.model_type == "glm4":
+            config["pad_token_id"] = None
         if self.model_type == "mistral":
             config["sliding_window"] = None
         if self.model_type.startswith("qwen"):
@@ -109,16 +128,29 @@ class TinyModel:
                 layer["self_attn.q_proj.bias"] = normal(0.5, width)
                 layer["self_attn.k_proj.bias"] = normal(0.5, kv_width)
                 layer["self_attn.v_proj.bias"] = normal(0.5, kv_width)
+            if self.sandwich_norm:
+                layer["post_self_attn_layernorm.weight"] = 1 + normal(0.1, self.hidden)
+                layer["post_mlp_layernorm.weight"] = 1 + normal(0.1, self.hidden)
             if self.qk_norm:
                 layer["self_attn.q_norm.weight"] = 1.5 + normal(0.2, self.head_dim)
                 layer["self_attn.k_norm.weight"] = 1.5 + normal(0.2, self.head_dim)
             tensors |= {f"model.layers.{number}.{key}": value for key, value in layer.items()}
         return tensors
 
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """The weights under the names of the checkpoint: GLM-4 has gate and up in one."""
+        tensors = self.weights()
+        if self.model_type == "glm4":
+            for number in range(self.layers):
+                prefix = f"model.layers.{number}.mlp."
+                parts = [tensors.pop(f"{prefix}{name}_proj.weight") for name in ("gate", "up")]
+                tensors[prefix + "gate_up_proj.weight"] = torch.cat(parts)
+        return tensors
+
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2))
-        save_file(self.weights(), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(self._stored(), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
 
@@ -127,9 +159,27 @@ MODELS = {
     "llama3_rope": TinyModel("LlamaForCausalLM", "llama", seed=2, rope_scaling=LLAMA3_SCALING),
     "linear_rope": TinyModel("LlamaForCausalLM", "llama", seed=3, rope_scaling=LINEAR_SCALING),
     "mistral": TinyModel("MistralForCausalLM", "mistral", seed=4),
-    "qwen2": TinyModel("Qwen2ForCausalLM", "qwen2", seed=5, bias=True, rope_theta=1e6),
-    "qwen3": TinyModel("Qwen3ForCausalLM", "qwen3", seed=6, qk_norm=True, rope_theta=1e6),
+    "qwen2": TinyModel(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        seed=5,
+        bias=True,
+        rope_theta=1e6,
+        rope_scaling=DYNAMIC_SCALING,
+    ),
+    "qwen3": TinyModel(
+        "Qwen3ForCausalLM", "qwen3", seed=6, qk_norm=True, rope_theta=1e6, rope_scaling=YARN_SCALING
+    ),
+    "glm4": TinyModel(
+        "Glm4ForCausalLM",
+        "glm4",
+        seed=9,
+        bias=True,
+        partial_rotary_factor=0.5,
+        gptj=True,
+        sandwich_norm=True,
+    ),
     # To be refused at start-up.
-    "yarn_rope": TinyModel("LlamaForCausalLM", "llama", seed=7, rope_scaling=YARN_SCALING),
+    "mrope": TinyModel("LlamaForCausalLM", "llama", seed=7, rope_scaling=MROPE),
     "gemma": TinyModel("GemmaForCausalLM", "gemma", seed=8),
 }
