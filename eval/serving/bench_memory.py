@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,15 @@ MODEL_CONFIG: dict[str, Any] = {
 }
 
 
+COUNTED = {
+    "finished": "requests that ended by themselves",
+    "aborted": "requests that were aborted",
+    "prefix": "tokens taken from the exact prefix",
+    "reused": "tokens taken from elsewhere in the cache",
+    "flushes": "flushes",
+}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One look at the process after ``requests`` have ended."""
@@ -116,7 +126,7 @@ def fitted_growth(requests: Sequence[int], rss_bytes: Sequence[int]) -> Growth:
     squares = sum(r * r for r in residuals)
     alike = 0.0
     if squares > 0:
-        alike = sum(a * b for a, b in zip(residuals, residuals[1:], strict=False)) / squares
+        alike = sum(a * b for a, b in pairwise(residuals)) / squares
     alike = min(max(alike, 0.0), 0.95)
     effective = max(3.0, count * (1 - alike) / (1 + alike))
     center = statistics.fmean(requests)
@@ -186,7 +196,7 @@ class Run:
         self.live, self.requests = live, requests
         self.every = max(1, requests // samples)
         self.samples: list[Sample] = []
-        self.counts = dict.fromkeys(("finished", "aborted", "reused", "prefix", "flushes"), 0)
+        self.counts = dict.fromkeys(COUNTED, 0)
 
     def drive(self, console: Console) -> None:
         traffic, flight, done = Traffic(), set[str](), 0
@@ -341,7 +351,7 @@ def _table(run: Run, growth: Growth, seconds: float) -> Table:
 
     table.add_row("requests", f"{run.requests} in {seconds:.0f} s, {run.requests / seconds:.0f}/s")
     for name, count in run.counts.items():
-        table.add_row(name if "e" != name[-1] else name, str(count))
+        table.add_row(COUNTED[name], str(count))
     table.add_row(
         "growth of resident memory, bytes a request",
         f"{growth.slope:.1f} [{growth.low:.1f}, {growth.high:.1f}], n={growth.samples}",

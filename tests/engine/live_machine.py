@@ -6,6 +6,7 @@ turn of the event loop; what a request was told and the text it got, when it end
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections import Counter
@@ -38,6 +39,8 @@ TIE, ROUNDING = 2e-3, 5e-4
 DOMAINS = [(None, None), ("s", None), (None, "s"), ("a", "b")]
 STATES = ("waiting", "chunked", "prefilled", "decoding", "retracted")
 LIVE_REQUESTS = 8
+#: Reasons that only a fault of KVShare gives.
+FAULTS = ("planning_failed", "placement_failed", "index_failed", "bad_request_options")
 
 
 def tiny(number: int) -> TinyModel:
@@ -96,6 +99,8 @@ class Bench:
 
 def build(config: LiveConfig, folder: Path) -> Bench:
     torch.set_num_threads(1)
+    # SGLang warns of each retraction and each refused flush.
+    logging.disable(logging.WARNING)
     prepare(
         KVShareConfig(
             min_run_tokens=WINDOW,
@@ -429,6 +434,8 @@ class LiveMachine(RuleBasedStateMachine):
         # its prefill; the report is of the attempt that ended.
         assert prefix == got.cached_tokens or got.retractions, got
         assert (report["decision"] == "reuse") or not reused, got
+        # A fault of ours is swallowed (the request is served), and so must be looked for.
+        assert report["reason"] not in FAULTS, got
         if sent.kvshare.get("reuse") == "off":
             assert prefix == got.cached_tokens == 0, got
         if "reuse" in sent.kvshare or sent.kvshare.get("recompute_ratio") == 1.0:
