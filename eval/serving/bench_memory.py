@@ -240,7 +240,7 @@ class Run:
                 rss_bytes=resident_bytes(),
                 index_entries=cache.index.entries,
                 namespaces=cache.index.namespaces,
-                tree_nodes=len(cache._nodes),
+                tree_nodes=len(cache.mirror._nodes),
                 held=sum(isinstance(thing, RequestState) for thing in objects),
                 objects=len(objects),
             )
@@ -289,9 +289,9 @@ def what_is_left(live: LiveScheduler) -> dict[str, int]:
     return {
         "namespaces": cache.index.namespaces,
         "index entries": cache.index.entries,
-        "tree nodes": len(cache._nodes),
+        "tree nodes": len(cache.mirror._nodes),
         "donor locks": cache.held_donor_locks,
-        "holders of donors": len(cache._holders),
+        "holders of donors": cache.donors.holders,
         "slots in use": live.allocator.size - live.allocator.available_size(),
         "outputs not sent": len(live._parts),
         # The last batch stays with the scheduler until the next one.

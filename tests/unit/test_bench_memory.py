@@ -13,7 +13,7 @@ REQUESTS = list(range(250, 25_001, 250))
 
 
 def noisy(slope: float, seed: int, step: bool = False) -> list[float]:
-    """A megabyte of noise on a line; ``step``: memory that comes in blocks and stays for a while."""
+    """A megabyte of noise on a line; ``step``: a level that stays for a while."""
     rng = random.Random(seed)
     level, found = 0.0, []
     for count in REQUESTS:
