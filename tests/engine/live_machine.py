@@ -154,7 +154,9 @@ class Sent:
 
 
 #: Different tokens, but for the last one, which repeats a few.
-PASSAGES = [random.Random(length).choices(range(VOCAB), k=length) for length in (12, 20, 33, 40, 52)]
+PASSAGES = [
+    random.Random(length).choices(range(VOCAB), k=length) for length in (12, 20, 33, 40, 52)
+]
 PASSAGES.append([7, 8, 7, 9] * 16)
 MODES = st.sampled_from(
     [
