@@ -14,8 +14,7 @@ process: call :func:`prepare` first, and give every scheduler a process of its o
 
 Seams: ``Scheduler.init_ipc_channels``, ``init_idle_sleeper`` and
 ``maybe_init_scripted_scheduler_hook`` (overridden), ``run_event_loop`` (called),
-``runtime_context.publish`` (as in
-``run_scheduler_process``).
+``runtime_context.publish`` (as in ``run_scheduler_process``).
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class DonorLocks:
         self.release(state)
         # A node above another one belongs to the same sequence, and a lock below covers it.
         parents = {parent.id: parent for node in owners.values() for parent in _above(node)}
-        # A donor that serves is in use, for eviction as well.
-        now = time.monotonic()
+        # A donor that serves is in use, for eviction as well. Each gets a time of its own: equal
+        # times would leave the order of eviction to memory addresses, which differ between ranks.
         for node in (*owners.values(), *parents.values()):
-            node.last_access_time = now
+            node.last_access_time = time.monotonic()
         donors = [node for number, node in owners.items() if number not in parents]
         self._holders.add(state)
         for node in donors:

@@ -1,6 +1,6 @@
 """The state machine for long: ``make soak``, or
 
-    python tests/engine/soak.py [--steps 100000] [--minutes 600] [--config NAME] [--seed 1]
+    python tests/engine/soak.py [--steps N] [--minutes M] [--config page16-overlap] [--seed S]
 
 Goes round the configurations, a new seed each time, each in a process of its own. A failure ends
 the run with the shortest sequence that shows it, its seed, and the command that repeats it.

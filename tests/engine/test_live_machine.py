@@ -1,4 +1,4 @@
-"""The real scheduler in process: a positive control, aborts in every state, any order of events."""
+"""The real scheduler in process: reuse, aborts in every state, and any order of events."""
 
 from __future__ import annotations
 

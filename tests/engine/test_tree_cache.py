@@ -75,6 +75,19 @@ def test_the_machine_does_reuse():
 
 
 @pytest.mark.usefixtures("sglang_cpu")
+def test_donors_of_one_request_have_an_order_of_eviction():
+    """Equal times would be told apart by memory addresses: differently on every rank and run."""
+    machine = fresh()
+    served(machine, DONOR)
+    other = [2, 2, 2, 2, 1, 0, 1, 0]
+    served(machine, [4, *other])
+    report = served(machine, [7, *PASSAGE, 8, *other, 9])
+    assert report.donors == 2
+    times = [node.last_access_time for node in machine.nodes()]
+    assert len(set(times)) == len(times)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
 def test_donors_give_way_before_an_allocation_fails():
     """Between two chunks somebody needs the memory that the donor has."""
     from sglang.srt.managers.schedule_batch import ReqKvInfo
