@@ -77,3 +77,56 @@ def model(
         raise typer.Exit(1) from None
     typer.echo(f"{folder} holds {source.upstream} ({human_size(size)}). Serve it with:")
     typer.echo(f"python -m sglang.launch_server --model-path {shlex.quote(str(folder))} --kvshare")
+
+
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, as http://host:port.")],
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.", show_envvar=True),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the passage to reuse.")] = 512,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest log-probability difference at ratio 1; by default 0.001 for float32, "
+            "else 0.25.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the server.")] = 120,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prove on a running server that reuse happens, is right, and stays within its salt.
+
+    Sends six short requests in trust domains of its own. Exit code 0 when all checks pass, else 1.
+    """
+    import json
+
+    from rich.console import Console
+
+    from sglang_kvshare.verify.checks import verify as check
+    from sglang_kvshare.verify.client import VerifyError
+    from sglang_kvshare.verify.show import show
+
+    try:
+        found = check(
+            url,
+            api_key=api_key,
+            passage_tokens=tokens,
+            tolerance=tolerance,
+            timeout=timeout,
+        )
+    except VerifyError as error:
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "error": str(error)}))
+        typer.echo(f"kvshare: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found, Console(highlight=False))
+    if not found.ok:
+        raise typer.Exit(1)

@@ -35,13 +35,56 @@ class RequestOptions:
 
 
 @dataclass(frozen=True)
+class Reason:
+    """One value of :attr:`ReuseReport.reason`.
+
+    ``decisions``: the values of ``decision`` that it comes with.
+    """
+
+    name: str
+    doc: str
+    decisions: tuple[str, ...] = ("none",)
+
+
+#: Placing may fail for a part of the reused tokens, and the rest is still reuse.
+_IN_PART = ("none", "reuse")
+#: Every reason that a report may give, the usual ones first; labels of the metrics as well.
+REASONS = (
+    Reason("ok", "cached passages were reused", ("reuse",)),
+    Reason("no_match", "no cached run of `min_run_tokens` beyond the prefix"),
+    Reason("prefix_covers_prompt", "the exact prefix leaves too little to look for"),
+    Reason("below_minimum", "the plan would spare fewer than `min_saved_tokens` rows"),
+    Reason("gate_closed", "measured times say that reuse would not save any here"),
+    Reason("off", "the request, or the server's default, asks for no reuse at all"),
+    Reason("exact_prefix", "the request, or the server's default, asks for the exact prefix only"),
+    Reason("prompt_logprobs", "log-probabilities of prompt tokens are asked for: computed exactly"),
+    Reason(
+        "unsupported_request",
+        "embeddings as input, images, sessions, beams, hidden states, multi-item scoring",
+    ),
+    Reason("donor_evicted", "donors made room before their values were copied", _IN_PART),
+    Reason("donor_invalid", "a donor held values that are not finite; it serves no more", _IN_PART),
+    Reason("bad_request_options", "settings that reached the scheduler unchecked"),
+    Reason("force_miss", "SGLang's test switch `SGLANG_RADIX_FORCE_MISS` is set"),
+    Reason("not_prefilled", "the request ended before its prefill"),
+    Reason("index_failed", "a fault: the index cannot follow the tree; until the next flush"),
+    Reason("planning_failed", "a fault while matching or selecting, logged with its trace"),
+    Reason("lock_failed", "a fault while locking the donors"),
+    Reason("placement_failed", "a fault while copying the donors' values", _IN_PART),
+    Reason("narrowing_failed", "a fault in the narrowed forward: the batch ran in full", _IN_PART),
+    Reason("publish_failed", "a fault while publishing what was computed", _IN_PART),
+)
+
+
+@dataclass(frozen=True)
 class ReuseReport:
     """What happened to one prompt; the four counts sum to ``prompt_tokens``.
 
     ``prefix_tokens``: taken from the exact prefix; ``reused_tokens``: taken from elsewhere in the
     cache; ``recomputed_tokens``: found in the cache but computed again; ``new_tokens``: computed
     because no cached run covers them; ``refreshed_tokens``: recomputed while decoding;
-    ``donors``: cached sequences that served; ``decision``: ``reuse`` or ``none``; ``reason``: why.
+    ``donors``: cached sequences that served; ``decision``: ``reuse`` or ``none``; ``reason``: why,
+    one of :data:`REASONS`.
     """
 
     prefix_tokens: int = 0

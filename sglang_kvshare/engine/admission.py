@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor
 from sglang_kvshare.engine.eligibility import refusal
+from sglang_kvshare.engine.metrics import Metrics
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 from sglang_kvshare.plan import Placement, ReusePlan, place
@@ -65,6 +66,7 @@ def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
         depth_of(req.last_node),
         cache.generation,
     )
+    begin = time.perf_counter()
     try:
         outcome = _plan(cache, req, state)
     except Exception as error:
@@ -75,6 +77,7 @@ def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
         cache.fault(step)
         cache.release(state)
         outcome = _Outcome("planning_failed")
+    cache.metrics.planned((time.perf_counter() - begin) * 1e3)
     if not state.reported:
         state.report = _report(req, state, outcome)
     return branch_tokens
@@ -162,7 +165,7 @@ class step:
             error.kvshare_step = self._name  # type: ignore[attr-defined]
 
 
-def settle(state: RequestState, *, lost_because: str) -> None:
+def settle(state: RequestState, metrics: Metrics, *, lost_because: str) -> None:
     """Make the report true to what was placed, when the last chunk of the prefill runs."""
     if state.reported:
         return
@@ -177,3 +180,4 @@ def settle(state: RequestState, *, lost_because: str) -> None:
             decision="reuse" if reused else "none",
             reason=lost_because,
         )
+    metrics.prefill(state.report, state.branch_tokens)

@@ -176,7 +176,7 @@ def _settle(batch: Any, lost_because: str) -> None:
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         state = state_of(req)
         if state is not None and start + count >= len(req.full_untruncated_fill_ids):
-            settle(state, lost_because=lost_because)
+            settle(state, batch.tree_cache.metrics, lost_because=lost_because)
 
 
 def _chunks(batch: Any) -> list[_Chunk]:
@@ -220,7 +220,7 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
     gate = getattr(batch.tree_cache, "gate", None)
     if gate is not None:
         gate.observe_copy(int(targets.shape[0]), elapsed_ms)
-    logger.debug("KVShare placed %d tokens in %.2f ms", targets.shape[0], elapsed_ms)
+    batch.tree_cache.metrics.placed(int(targets.shape[0]), elapsed_ms)
 
 
 def _kept_rows(batch: Any, chunks: list[_Chunk]) -> KeptRows:

@@ -12,13 +12,14 @@ Hook = tuple[str, Callable[..., Any]]
 
 def hooks() -> tuple[Hook, ...]:
     """(target, function), every one of the kind AROUND."""
-    from sglang_kvshare.engine import admission, forward, report, requests, weights
+    from sglang_kvshare.engine import admission, forward, metrics, report, requests, weights
 
     srt = "sglang.srt."
     return (
         (srt + "sampling.sampling_params.SamplingParams.verify", requests.verify),
         (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
         (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
+        (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", metrics.step),
         (
             srt + "managers.tp_worker.TpModelWorker.forward_batch_generation",
             forward.forward_batch_generation,

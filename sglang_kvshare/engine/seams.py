@@ -148,6 +148,15 @@ SEAMS = (
         "self, req, has_chunked_req, truncation_align_size",
         "plan at admission",
     ),
+    # Metrics
+    Seam(
+        _SRT + "managers.scheduler.Scheduler.get_next_batch_to_run",
+        "self, running_batch, last_batch",
+        "gauges, log line",
+    ),
+    Seam(_SRT + "runtime_context.get_parallel", "", "labels of the metrics"),
+    Seam(_SRT + "runtime_context.get_observability", "", "labels of the metrics"),
+    Seam(_SRT + "runtime_context.get_serving", "", "labels of the metrics"),
     # Forward
     Seam(
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -27,6 +27,7 @@ from sglang_kvshare.engine.donor_locks import DonorLocks
 from sglang_kvshare.engine.eligibility import accepts_approximation
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
+from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
 from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
@@ -57,7 +58,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> KVShareRadixCache:
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     prepare_worker(ctx.tp_worker, config)
     logger.info("KVShare is on: %s", config.to_json())
-    return KVShareRadixCache(ctx.params, config, gate)
+    return KVShareRadixCache(ctx.params, config, gate, build_metrics())
 
 
 class KVShareRadixCache(RadixCache):
@@ -67,8 +68,16 @@ class KVShareRadixCache(RadixCache):
     branch that is not published.
     """
 
-    def __init__(self, params: Any, config: KVShareConfig, gate: BenefitGate | None = None) -> None:
+    def __init__(
+        self,
+        params: Any,
+        config: KVShareConfig,
+        gate: BenefitGate | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.config = config
+        self.metrics = Metrics() if metrics is None else metrics
+        self.metrics.watch(self.index_size)
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
@@ -85,6 +94,18 @@ class KVShareRadixCache(RadixCache):
 
     def fault(self, step: str) -> None:
         """Count a fault of ours that became a miss."""
+        self.metrics.fault(step)
+
+    def index_size(self) -> IndexSize:
+        """The figures of the gauges; costs no more with a larger index."""
+        return IndexSize(
+            tokens=self.index.live_tokens,
+            namespaces=self.index.namespaces,
+            entries=self.index.entries,
+            bytes=self.index.nbytes,
+            donor_locks=self.held_donor_locks,
+            failed=self.index_failed,
+        )
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
 

@@ -84,6 +84,12 @@ class RunIndex:
         """Table entries, dead ones included; at most twice the live ones and a constant."""
         return len(self._table)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, names of namespaces not counted."""
+        arrays = (value for value in vars(self).values() if isinstance(value, np.ndarray))
+        return sum(array.nbytes for array in arrays) + self._table.nbytes
+
     def holds(self, slot: int) -> bool:
         return bool(self._namespace[slot] != _NONE)
 

@@ -40,6 +40,11 @@ class WindowTable:
         """Stored entries, dead ones included."""
         return sum(level.slots.shape[0] for level in self._levels)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries, ``hash_of`` not counted."""
+        return sum(level.hashes.nbytes + level.slots.nbytes for level in self._levels)
+
     def clear(self) -> None:
         self._levels.clear()
 

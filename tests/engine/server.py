@@ -18,6 +18,8 @@ from typing import Any
 
 import requests
 
+from sglang_kvshare.request import REASONS
+
 READY_SECONDS = 240
 #: What must never be in a log: SGLang's own words for a leak, and anything that raised.
 TROUBLE = re.compile(
@@ -261,6 +263,8 @@ def check_counts(answer: Answer, prompt_tokens: int) -> None:
     assert report["prefix_tokens"] == answer.cached, (report, answer.cached)
     assert report["decision"] in ("reuse", "none"), report
     assert (report["decision"] == "reuse") or not any(answer.counts[1:2]), report
+    given = {reason.name: reason.decisions for reason in REASONS}
+    assert report["decision"] in given[report["reason"]], report
 
 
 def request_body(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
-from sglang_kvshare.config import KVShareConfig, cli_flag, option_fields, resolve
-from sglang_kvshare.request import ReuseReport
+from sglang_kvshare.config import REUSE_MODES, KVShareConfig, cli_flag, option_fields, resolve
+from sglang_kvshare.engine.metrics import SERIES, exported_names
+from sglang_kvshare.request import REASONS, ReuseReport
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
@@ -17,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def configuration():
     return (ROOT / "docs" / "configuration.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def operating():
+    return (ROOT / "docs" / "operating.md").read_text()
 
 
 @pytest.mark.parametrize("spec", option_fields(), ids=lambda spec: spec.name)
@@ -33,14 +40,56 @@ def test_each_field_of_the_report_has_its_row(configuration):
         assert f"| `{name}` |" in configuration
 
 
-def test_each_reason_in_the_code_is_explained(configuration):
-    code = "".join(path.read_text() for path in (ROOT / "sglang_kvshare").rglob("*.py"))
-    named = set(re.findall(r'(?:reason=|_Outcome\()"(\w+)"', code))
-    named |= set(re.findall(r'(?:None|"\)), "(\w+)"$', code, re.MULTILINE))
-    named |= set(re.findall(r'return "(\w+)"$', code, re.MULTILINE))
-    assert {"ok", "no_match", "prompt_logprobs", "donor_evicted"} <= named
-    for reason in named - {"torch_native", "native", "cpu"}:
-        assert f"`{reason}`" in configuration, reason
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.name)
+def test_each_reason_has_its_row(configuration, reason):
+    assert f"| `{reason.name}` | {reason.doc} |" in configuration
+
+
+def returned(function: ast.FunctionDef) -> list[ast.expr | None]:
+    return [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+
+
+def reasons_in_the_code() -> set[str]:
+    """Every text in ``sglang_kvshare`` that becomes the reason of a report."""
+    named: list[ast.expr | None] = []
+    for path in (ROOT / "sglang_kvshare").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="_Outcome")):
+                    named.append(node.args[0])
+                case ast.Call():
+                    named += [k.value for k in node.keywords if k.arg in ("reason", "lost_because")]
+                case ast.FunctionDef(name="refusal"):
+                    named += returned(node)
+                case ast.FunctionDef(name="_place_or_miss"):
+                    named += [value.elts[-1] for value in returned(node)]
+                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                    pairs = zip(targets, values, strict=True)
+                    named += [v for to, v in pairs if getattr(to, "id", "") == "lost_because"]
+    texts = {getattr(each, "value", None) for each in named}
+    return {text for text in texts if isinstance(text, str)}
+
+
+def test_each_reason_in_the_code_is_explained():
+    found = reasons_in_the_code()
+    # One of each kind of place.
+    assert {"no_match", "bad_request_options", "prompt_logprobs", "donor_invalid"} <= found
+    assert "narrowing_failed" in found
+    listed = {reason.name for reason in REASONS}
+    assert found <= listed
+    # These two are handed on as the request's mode.
+    assert set(REUSE_MODES) - {"approximate"} <= listed
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.name)
+def test_each_metric_has_its_row(operating, series):
+    labels = ", ".join(f"`{label}`" for label in series.labels)
+    assert f"| `{series.name}` | {series.kind} | {labels} | {series.doc} |" in operating
+
+
+def test_the_documents_name_no_metric_that_is_not_exported(operating):
+    named = set(re.findall(r"kvshare:\w+", operating))
+    assert named <= exported_names()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)

@@ -259,3 +259,13 @@ class TreeMachine(RuleBasedStateMachine):
 
 TreeMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestTreeMachine = TreeMachine.TestCase
+
+
+def test_its_bytes_are_told_without_a_scan():
+    index = RunIndex(4096, WINDOW)
+    empty = index.nbytes
+    assert empty >= 4096
+    index.insert(0, b"a", ints(range(4000)), ints(range(4000)), -1)
+    assert index.nbytes > empty
+    index.remove(ints(range(4000)))
+    assert index.nbytes == empty

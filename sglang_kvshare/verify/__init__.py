@@ -1,0 +1,1 @@
+"""``kvshare verify URL``: see :mod:`sglang_kvshare.verify.checks`."""
