@@ -34,7 +34,8 @@ YARN_SCALING = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """``bias``: on q, k and v (Qwen2). ``qk_norm``: RMSNorm of each head's q and k (Qwen3)."""
+    """``bias``: on q, k and v (Qwen2). ``qk_norm``: RMSNorm of each head's q and k (Qwen3).
+    ``vocab``: as large as the tokenizer that goes with it, where one does."""
 
     architecture: str
     model_type: str
@@ -49,12 +50,13 @@ class TinyModel:
     qk_norm: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None
+    vocab: int = VOCAB
 
     def config(self) -> dict:
         config = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "vocab_size": VOCAB,
+            "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -89,9 +91,9 @@ class TinyModel:
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
         tensors = {
-            "model.embed_tokens.weight": normal(1.0, VOCAB, self.hidden),
+            "model.embed_tokens.weight": normal(1.0, self.vocab, self.hidden),
             "model.norm.weight": 1 + normal(0.1, self.hidden),
-            "lm_head.weight": normal(0.4, VOCAB, self.hidden),
+            "lm_head.weight": normal(0.4, self.vocab, self.hidden),
         }
         for number in range(self.layers):
             layer = {
