@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test soak lint format bench clean
+.PHONY: help env model demo test kits soak lint format bench clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -25,7 +25,10 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 	@$(PY) -m kvshare_eval.demo --model '$(MODEL_DIR)'
 
 test: lint model ## run everything that needs no GPU
-	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu'
+	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu and not kits_full'
+
+kits: model ## run SGLang's own test kits at length, a server for every mode (XX minutes)
+	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest tests/e2e/test_sglang_kits.py -m kits_full
 
 soak: env ## a hundred thousand steps of the state machine over the scheduler; takes hours
 	@$(PY) tests/engine/soak.py $(SOAK)

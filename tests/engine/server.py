@@ -39,6 +39,7 @@ class ServerConfig:
         flags: further arguments of ``launch_server``.
         env: further environment variables.
         kvshare: give ``--kvshare``.
+        tokenizer: the model has one, and prompts may be text.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ServerConfig:
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     kvshare: bool = True
+    tokenizer: bool = False
 
     def flag(self, name: str, default: Any = None) -> Any:
         """Value of ``--name`` in ``flags``, in the type of ``default``."""
@@ -99,7 +101,8 @@ def free_port() -> int:
 def command(model: Path, config: ServerConfig, port: int) -> list[str]:
     return [
         *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(model), "--skip-tokenizer-init"),
+        *("--model-path", str(model)),
+        *([] if config.tokenizer else ["--skip-tokenizer-init"]),
         *("--host", "127.0.0.1", "--port", str(port)),
         *(["--kvshare"] if config.kvshare else []),
         *config.flags,

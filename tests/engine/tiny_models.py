@@ -46,6 +46,7 @@ class TinyModel:
         partial_rotary_factor: part of a head that is rotated.
         gptj: even dimensions are paired with odd ones, instead of halves.
         sandwich_norm: RMSNorm also behind attention and MLP (GLM-4).
+        vocab: as large as the tokenizer that goes with it, where one does.
     """
 
     architecture: str
@@ -64,12 +65,13 @@ class TinyModel:
     partial_rotary_factor: float = 1.0
     gptj: bool = False
     sandwich_norm: bool = False
+    vocab: int = VOCAB
 
     def config(self) -> dict:
         config = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "vocab_size": VOCAB,
+            "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -108,9 +110,9 @@ class TinyModel:
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
         tensors = {
-            "model.embed_tokens.weight": normal(1.0, VOCAB, self.hidden),
+            "model.embed_tokens.weight": normal(1.0, self.vocab, self.hidden),
             "model.norm.weight": 1 + normal(0.1, self.hidden),
-            "lm_head.weight": normal(0.4, VOCAB, self.hidden),
+            "lm_head.weight": normal(0.4, self.vocab, self.hidden),
         }
         for number in range(self.layers):
             layer = {
