@@ -165,7 +165,7 @@ class step:
             error.kvshare_step = self._name  # type: ignore[attr-defined]
 
 
-def settle(state: RequestState, metrics: Metrics, *, lost_because: str) -> None:
+def settle(state: RequestState, metrics: Metrics) -> None:
     """Make the report true to what was placed, when the last chunk of the prefill runs."""
     if state.reported:
         return
@@ -178,6 +178,6 @@ def settle(state: RequestState, metrics: Metrics, *, lost_because: str) -> None:
             reused_tokens=reused,
             new_tokens=state.report.new_tokens + lost,
             decision="reuse" if reused else "none",
-            reason=lost_because,
+            reason=state.lost_because,
         )
     metrics.prefill(state.report, state.branch_tokens)

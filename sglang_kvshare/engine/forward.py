@@ -83,7 +83,7 @@ def forward_batch_generation(
     parts: WorkerParts | None = getattr(self, "kvshare_parts", None)
     if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
-    chunks, kept, lost_because = _place_or_miss(parts, batch)
+    chunks, kept = _place_or_miss(parts, batch)
     tell = _telling(batch, kept)
     if kept is not None:
         try:
@@ -96,12 +96,12 @@ def forward_batch_generation(
             # Whatever raised, the batch itself is as it was: it runs again as SGLang would have
             # run it, every row, over whatever was placed.
             logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
-            chunks, lost_because = _miss(batch, "narrow"), "narrowing_failed"
-            tell = _telling(batch, None)
+            _miss(batch, "narrow", lost_because="narrowing_failed")
+            chunks, tell = [], _telling(batch, None)
         else:
-            _finish(batch, chunks, lost_because)
+            _finish(batch, chunks)
             return result
-    _finish(batch, chunks, lost_because)
+    _finish(batch, chunks)
     with parts.stopwatch.measure(tell):
         return original(self, batch, *args, **kwargs)
 
@@ -132,34 +132,35 @@ class DonorInvalid(RuntimeError):
     """A donor's values are not finite."""
 
 
-def _place_or_miss(parts: WorkerParts, batch: Any) -> tuple[list[_Chunk], KeptRows | None, str]:
+def _place_or_miss(parts: WorkerParts, batch: Any) -> tuple[list[_Chunk], KeptRows | None]:
     """Copy all donors of a batch and say which rows run; ``None`` when no request reuses.
 
     A fault here is a miss: every row runs, and overwrites whatever was placed.
     """
     try:
         chunks = _chunks(batch)
-        if not chunks:
-            return [], None, "donor_evicted"
-        _copy(parts, batch, chunks)
-        return chunks, _kept_rows(batch, chunks), "donor_evicted"
+        if chunks:
+            _copy(parts, batch, chunks)
+            return chunks, _kept_rows(batch, chunks)
     except DonorInvalid as error:
         logger.warning("KVShare: %s; the batch is computed in full", error)
-        return _miss(batch, "copy"), None, "donor_invalid"
+        _miss(batch, "copy", lost_because="donor_invalid")
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
-        return _miss(batch, "copy"), None, "placement_failed"
+        _miss(batch, "copy", lost_because="placement_failed")
+    return [], None
 
 
-def _miss(batch: Any, step: str) -> list[_Chunk]:
-    """Let go of every donor of the batch; there is nothing to account for."""
+def _miss(batch: Any, step: str, *, lost_because: str) -> None:
+    """Let go of every donor of the batch; what they would have given is computed."""
     batch.tree_cache.fault(step)
     for state in filter(None, map(state_of, batch.reqs)):
+        if state.placement is not None:
+            state.lost_because = lost_because
         batch.tree_cache.release(state)
-    return []
 
 
-def _finish(batch: Any, chunks: list[_Chunk], lost_because: str) -> None:
+def _finish(batch: Any, chunks: list[_Chunk]) -> None:
     """Note what was placed, let go of donors that have nothing left to give, and fix the reports
     of the requests whose prefill ends with this batch."""
     for chunk in chunks:
@@ -168,15 +169,10 @@ def _finish(batch: Any, chunks: list[_Chunk], lost_because: str) -> None:
         state.note_placed(chunk.placement)
         if placed_all:
             batch.tree_cache.release(state)
-    _settle(batch, lost_because)
-
-
-def _settle(batch: Any, lost_because: str) -> None:
-    """Fix the reports of the requests whose prefill ends with this batch."""
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         state = state_of(req)
         if state is not None and start + count >= len(req.full_untruncated_fill_ids):
-            settle(state, batch.tree_cache.metrics, lost_because=lost_because)
+            settle(state, batch.tree_cache.metrics)
 
 
 def _chunks(batch: Any) -> list[_Chunk]:

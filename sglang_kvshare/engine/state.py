@@ -29,6 +29,7 @@ class RequestState:
         generation: of the model's weights, when the prefill began.
         depth: approximations that rest on each other from ``exact_until`` on.
         planned_depth: what ``depth`` becomes when ``placement`` is placed.
+        lost_because: why less was placed than planned, if less was.
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
     """
@@ -42,6 +43,7 @@ class RequestState:
     generation: int = 0
     depth: int = 0
     planned_depth: int = 0
+    lost_because: str = "donor_evicted"
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
 
@@ -62,6 +64,7 @@ class RequestState:
         self.branch_tokens = branch_tokens
         self.exact_until = exact_tokens if branch_tokens else None
         self.depth = self.planned_depth = depth
+        self.lost_because = "donor_evicted"
 
     def end(self) -> None:
         """The request gave its KV back."""

@@ -40,7 +40,10 @@ DOMAINS = [(None, None), ("s", None), (None, "s"), ("a", "b")]
 STATES = ("waiting", "chunked", "prefilled", "decoding", "retracted")
 LIVE_REQUESTS = 8
 #: Reasons that only a fault of KVShare gives.
-FAULTS = ("planning_failed", "placement_failed", "index_failed", "bad_request_options")
+FAULTS = (
+    *("planning_failed", "placement_failed", "narrowing_failed", "index_failed"),
+    *("donor_invalid", "bad_request_options"),
+)
 
 
 def tiny(number: int) -> TinyModel:

@@ -271,13 +271,13 @@ class TreeCacheMachine(RuleBasedStateMachine):
             self.written.pop(slot, None)
             self.note_weights(req, slot)
         parts = WorkerParts(self.placer_class(self), 0, None)
-        chunks, kept, lost_because = _place_or_miss(parts, batch)
+        chunks, kept = _place_or_miss(parts, batch)
         if kept is not None:
             self.check_kept(kept, placed, start, end)
         else:
             assert not placed or self.faulty
             placed = set()
-        _finish(batch, chunks, lost_because)
+        _finish(batch, chunks)
         depth = max((self.written[int(slot)].depth for slot in row[:start]), default=0)
         for position in range(start, end):
             slot, token = int(row[position]), req.full_untruncated_fill_ids[position]

@@ -61,11 +61,8 @@ def reasons_in_the_code() -> set[str]:
                     named += [k.value for k in node.keywords if k.arg in ("reason", "lost_because")]
                 case ast.FunctionDef(name="refusal"):
                     named += returned(node)
-                case ast.FunctionDef(name="_place_or_miss"):
-                    named += [value.elts[-1] for value in returned(node)]
-                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                    pairs = zip(targets, values, strict=True)
-                    named += [v for to, v in pairs if getattr(to, "id", "") == "lost_because"]
+                case ast.AnnAssign(target=ast.Name(id="lost_because"), value=value):
+                    named.append(value)
     texts = {getattr(each, "value", None) for each in named}
     return {text for text in texts if isinstance(text, str)}
 
@@ -74,7 +71,7 @@ def test_each_reason_in_the_code_is_explained():
     found = reasons_in_the_code()
     # One of each kind of place.
     assert {"no_match", "bad_request_options", "prompt_logprobs", "donor_invalid"} <= found
-    assert "narrowing_failed" in found
+    assert "donor_evicted" in found
     listed = {reason.name for reason in REASONS}
     assert found <= listed
     # These two are handed on as the request's mode.
