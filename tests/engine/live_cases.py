@@ -64,7 +64,9 @@ def abort_in(state: str, ratio: float) -> Callable[[Bench], None]:
         machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
         machine.run_until_idle()
         wish = options(recompute_ratio=ratio) | {"n_new": 20}
-        machine.arrive_with_passages(DONOR[::-1], glue=20, question=3, settings=wish)
+        # Longer than a chunk, and short enough for another request beside it.
+        order = DONOR[::-1] * (2 if bench.config.chunk > 100 else 1)
+        machine.arrive_with_passages(order, glue=20, question=3, settings=wish)
         machine.arrive_with_passages(DONOR, glue=7, question=3, settings=wish)
         if state == "waiting":
             # Received but not run: no row is left for it.
