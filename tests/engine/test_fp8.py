@@ -48,7 +48,6 @@ def test_an_fp8_pool_is_moved_as_the_reference_moves_it(server):
             row = oracle.approximate(prompt, spared, narrow_layer(server))
             return rms_difference(answer, oracle, row)
 
-        print(server.config.name, ratio, difference(reference), difference(unrounded))
         # The control: it is the rounding that is the same, not just the model.
         assert difference(reference) < 0.02
         assert difference(unrounded) > 3 * difference(reference)
