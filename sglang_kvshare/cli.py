@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +98,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(checks.as_dict(findings), indent=2))
     else:
-        checks.show(findings, Console())
+        # What is not a terminal has no width of its own; 80 columns would fold most lines.
+        checks.show(findings, Console(width=None if sys.stdout.isatty() else 120))
     if not checks.would_start(findings):
         raise typer.Exit(1)

@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -89,31 +91,24 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """For people: what was found, the table of `docs/support.md`, the verdict."""
-    table = Table(title="This machine", title_justify="left", show_lines=False)
-    for column in ("what", "", "found", "what to change"):
-        table.add_column(column, overflow="fold")
+    """For people: the table of `docs/support.md`, what was found, and the verdict last."""
+    columns = ("", "why", "decided by")
+    table = Table("what KVShare serves", *columns, box=box.SIMPLE_HEAD)
+    for group, members in groupby(rows(), lambda row: row.group):
+        table.add_row(Text(group, style="bold"))
+        for row in members:
+            status = Text(row.status, style=_COLOURS[BAD if row.status == REFUSED else GOOD])
+            table.add_row(Text(f"  {row.what}"), status, Text(row.why), Text(row.decided_by))
+        table.add_section()
+    console.print(table)
+    table = Table("looked at here", "", "found", "what to change", box=box.SIMPLE_HEAD)
     for item in findings:
         state = Text(item.state, style=_COLOURS[item.state])
         table.add_row(Text(item.what), state, Text(item.says), Text(item.remedy))
     console.print(table)
-    table = Table(title="What KVShare serves", title_justify="left")
-    for column in ("", "what", "", "why", "decided by"):
-        table.add_column(column, overflow="fold")
-    group = None
-    for row in rows():
-        status = Text(row.status, style=_COLOURS[BAD if row.status == REFUSED else GOOD])
-        if group not in (None, row.group):
-            table.add_section()
-        table.add_row(
-            Text("" if row.group == group else row.group),
-            *(Text(row.what), status, Text(row.why), Text(row.decided_by)),
-        )
-        group = row.group
-    console.print(table)
-    problems = [item for item in findings if item.state == BAD]
+    problems = [item.says for item in findings if item.state == BAD]
     if problems:
-        console.print(Text(f"KVShare would not serve: {problems[0].says}", style="red"))
+        console.print(Text(f"KVShare would not serve: {problems[0]}", style="red"))
     else:
         console.print(Text("KVShare would serve.", style="green"))
 

@@ -173,7 +173,7 @@ ARGUMENT_REFUSALS = (
         lambda a: bool(a.prefill_only_disable_kv_cache),
     ),
     Refusal(
-        "a quantised KV cache (--kv-cache-dtype)",
+        "a KV cache in another dtype than the model's (--kv-cache-dtype)",
         "moving a key would round it once more, by an amount that is not measured",
         lambda a: a.kv_cache_dtype not in SUPPORTED_KV_DTYPES,
     ),

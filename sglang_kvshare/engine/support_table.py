@@ -12,7 +12,7 @@ from itertools import groupby
 from sglang_kvshare.engine import support
 
 SUPPORTED, REFUSED = "supported", "refused"
-ARGUMENTS, CONFIG, LOADED = "arguments", "model configuration", "loaded model"
+ARGUMENTS, CONFIG, LOADED = "arguments", "model config", "loaded model"
 _NO_CHECK = "-"
 
 
