@@ -1,12 +1,16 @@
 """The `kvshare` command."""
 
+import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from sglang_kvshare import __version__
+from sglang_kvshare import doctor as checks
 from sglang_kvshare.model.checksum import human_size
 from sglang_kvshare.model.errors import ModelError
 from sglang_kvshare.model.install import ensure_model
@@ -129,4 +133,25 @@ def verify(
     else:
         show(found, Console(highlight=False))
     if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+) -> None:
+    """Say what would work here, and why not.
+
+    Takes all flags of `python -m sglang.launch_server`; with --model-path it also says whether this
+    model would be served with these flags. No weights are loaded. Ends with 0 when KVShare would
+    serve, and with 1 when it would not.
+    """
+    findings = checks.examine(context.args)
+    if as_json:
+        typer.echo(json.dumps(checks.as_dict(findings), indent=2))
+    else:
+        # What is not a terminal has no width of its own; 80 columns would fold most lines.
+        checks.show(findings, Console(width=None if sys.stdout.isatty() else 120))
+    if not checks.would_start(findings):
         raise typer.Exit(1)

@@ -17,10 +17,12 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "KVSHARE_"
-#: Environment names with the prefix that are no configuration keys.
+#: Environment names with the prefix that are no configuration keys. The last two are not for users:
+#: a launcher hands them to its children.
 ENV_SWITCH = "KVSHARE"
 ENV_FILE = "KVSHARE_CONFIG"
 ENV_RESOLVED = "KVSHARE_RESOLVED"
+ENV_VERDICT = "KVSHARE_VERDICT"
 
 REUSE_MODES = ("off", "exact_prefix", "approximate")
 
@@ -111,6 +113,11 @@ class KVShareConfig:
         low=0,
         high=1024,
     )
+    optional: bool = _option(
+        False,
+        "Serve stock SGLang where KVShare cannot serve, with a warning that gives the reason, "
+        "instead of ending the start (see docs/support.md).",
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -172,12 +179,15 @@ def switched_on(env: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: any other non-empty value that is not a plain no.
     """
-    value = env.get(ENV_SWITCH, "").strip().lower()
-    if value in ("", "0", "false", "no", "off"):
+    value = env.get(ENV_SWITCH, "")
+    if not value.strip():
         return False
-    if value in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigError(f"{ENV_SWITCH}={value!r}: use 1 to switch KVShare on or 0 to leave it off")
+    try:
+        return _yes_or_no(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{ENV_SWITCH}={value!r}: use 1 to switch KVShare on or 0 to leave it off"
+        ) from error
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
@@ -198,7 +208,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
     specs = {spec.name: spec for spec in option_fields()}
     found: dict[str, Any] = {}
     for name, text in env.items():
-        if not name.startswith(ENV_PREFIX) or name in (ENV_FILE, ENV_RESOLVED):
+        if not name.startswith(ENV_PREFIX) or name in (ENV_FILE, ENV_RESOLVED, ENV_VERDICT):
             continue
         key = name.removeprefix(ENV_PREFIX).lower()
         if key not in specs:
@@ -211,18 +221,31 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 def _parse(spec: dataclasses.Field[Any], text: str) -> Any:
     kind: Callable[[str], Any] = type(spec.default)
     try:
-        return kind(text)
+        return _yes_or_no(text) if kind is bool else kind(text)
     except ValueError as error:
         raise ConfigError(
             f"{ENV_PREFIX}{spec.name.upper()}={text!r} is not {_named(type(spec.default))}"
         ) from error
 
 
+def _yes_or_no(text: str) -> bool:
+    """
+    Raises:
+        ValueError: neither a plain yes nor a plain no.
+    """
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
 def _check(spec: dataclasses.Field[Any], value: Any) -> None:
     kind = type(spec.default)
-    # An int is a fine float; a bool is neither a number nor a string here.
+    # An int is a fine float; a bool is a number to Python alone.
     fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or isinstance(value, bool):
+    if not fits or isinstance(value, bool) is not (kind is bool):
         raise ConfigError(f"{spec.name}={value!r} is not {_named(kind)}")
     choices = spec.metadata.get("choices")
     if choices and value not in choices:
@@ -233,7 +256,12 @@ def _check(spec: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _named(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "a text"}[kind]
+    return {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "a yes or a no (true or false in YAML, 1 or 0 in the environment)",
+    }[kind]
 
 
 def _unknown(key: str, known: set[str], what: str) -> str:

@@ -16,35 +16,14 @@ from typing import Any
 
 import torch
 
-from sglang_kvshare.engine.support import Unsupported, decoder_layers
+from sglang_kvshare.engine.support import (
+    LONGROPE,
+    REFUSED_ROPE_KINDS,
+    SUPPORTED_ROPE_KINDS,
+    Unsupported,
+    decoder_layers,
+)
 from sglang_kvshare.recompute.rope import Rotation
-
-_LONGROPE = "Phi3LongRoPEScaledRotaryEmbedding"
-
-#: (class of SGLang, one phrase), as `docs/support.md` and `kvshare doctor` print them.
-SUPPORTED_ROPE_KINDS = (
-    ("RotaryEmbedding", "plain RoPE, partial or whole, NeoX or GPT-J pairing"),
-    ("LinearScalingRotaryEmbedding", "linear scaling, within its table"),
-    ("Llama3RotaryEmbedding", "Llama 3 scaling"),
-    ("YaRNScalingRotaryEmbedding", "YaRN, its attention scale kept"),
-    ("DynamicNTKAlphaRotaryEmbedding", "NTK with a fixed alpha, within its table"),
-    (
-        "DynamicNTKScalingRotaryEmbedding",
-        "dynamic NTK up to max_position_embeddings * factor, for which SGLang has one table",
-    ),
-    ("Gemma4RotaryEmbedding", "proportional RoPE"),
-    (_LONGROPE, "LongRoPE while the context fits into its short table"),
-)
-REFUSED_ROPE_KINDS = (
-    ("MRotaryEmbedding", "M-RoPE gives a token three positions, and images no order of their own"),
-    ("YaRNScalingMRotaryEmbedding", "M-RoPE gives a token three positions"),
-    ("Ernie4_5_VLRotaryEmbedding", "M-RoPE gives a token three positions"),
-    ("BailingMRotaryEmbedding", "M-RoPE gives a token three positions"),
-    ("DualChunkRotaryEmbedding", "a key's angle starts again with every chunk of the prompt"),
-    ("FourierRotaryEmbedding", "its learnt coefficients are no rotation, so none can be undone"),
-    ("DeepseekScalingRotaryEmbedding", "it belongs to MLA models, which keep no keys to move"),
-    ("Llama4VisionRotaryEmbedding", "it rotates image patches by row and column"),
-)
 
 #: Positions for which SGLang computes the kind's own table. It lengthens the table for a longer
 #: context, but with the frequencies of plain RoPE: what is cached there is no such model's key.
@@ -62,7 +41,7 @@ _CLASSES = {
     "deepseek_yarn": "DeepseekScalingRotaryEmbedding",
     "dynamic": "DynamicNTKScalingRotaryEmbedding",
     "alpha": "DynamicNTKAlphaRotaryEmbedding",
-    "longrope": _LONGROPE,
+    "longrope": LONGROPE,
     "proportional": "Gemma4RotaryEmbedding",
     "mrope": "MRotaryEmbedding",
     "mrope_yarn": "YaRNScalingMRotaryEmbedding",
@@ -125,7 +104,7 @@ def rotation_of(rope: Any, context_tokens: int) -> Rotation:
     kind = type(rope).__name__
     if refusal := _refusal(kind):
         raise Unsupported(refusal)
-    if kind == _LONGROPE:
+    if kind == LONGROPE:
         return _short_rotation(rope, context_tokens)
     if kind == "LinearScalingRotaryEmbedding" and len(rope.scaling_factors) != 1:
         raise Unsupported(f"--kvshare does not support {kind} with several scaling factors")
@@ -177,7 +156,7 @@ def rope_refusal_from_config(hf_config: Any, context_tokens: int | None = None) 
             return refusal
         length, context = _own_length(scaling, positions), context_tokens or positions
         if length is not None and context is not None and context > length:
-            if _kind_of(scaling) == _LONGROPE:
+            if _kind_of(scaling) == LONGROPE:
                 return _longrope_refusal(length, context)
             return _length_refusal(_kind_of(scaling), length, context)
     return None
@@ -210,7 +189,7 @@ def _length_refusal(kind: str, length: int, context_tokens: int) -> str:
 
 def _longrope_refusal(original: int, context_tokens: int) -> str:
     return (
-        f"--kvshare does not support the RoPE kind {_LONGROPE} beyond {original} positions "
+        f"--kvshare does not support the RoPE kind {LONGROPE} beyond {original} positions "
         f"(the context length is {context_tokens}): SGLang takes another table for every key of a "
         f"batch with a longer prompt; --context-length {original} avoids that"
     )
@@ -240,7 +219,7 @@ def _kind_of(scaling: dict[str, Any]) -> str:
 def _own_length(scaling: dict[str, Any], positions: int | None) -> int | None:
     """Positions that the kind's own table covers; ``None`` where a longer one is as good."""
     kind = _kind_of(scaling)
-    if kind == _LONGROPE:
+    if kind == LONGROPE:
         return scaling.get("original_max_position_embeddings", positions)
     if kind not in _OWN_POSITIONS or positions is None:
         return None

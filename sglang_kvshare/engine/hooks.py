@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 from sglang_kvshare.engine.seams import check_hooked
@@ -45,21 +46,44 @@ def http_hooks() -> tuple[Hook, ...]:
     )
 
 
-def install() -> None:
-    """Register the tree cache and all hooks, and apply them. Safe to call again."""
+def launcher_hooks() -> tuple[Hook, ...]:
+    """Hooks of the process that launches the schedulers."""
+    from sglang_kvshare.engine import verdict
+
+    target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
+    return ((target, verdict.wait_for_schedulers),)
+
+
+def register_backend() -> None:
+    """Make the tree cache known under its name. Safe to call again."""
     from sglang.srt.mem_cache.registry import (
         get_radix_cache_factory,
         register_radix_cache_backend,
     )
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_kvshare.engine.activation import BACKEND
     from sglang_kvshare.engine.tree_cache import build_tree_cache
 
     if get_radix_cache_factory(BACKEND) is None:
         register_radix_cache_backend(BACKEND, build_tree_cache)
+
+
+def install() -> None:
+    """Register the tree cache and all hooks, and apply them. Safe to call again."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    register_backend()
     _register(hooks())
     HookRegistry.apply_hooks()
+
+
+def install_launcher() -> None:
+    """The hooks of the launching process; called when a start has been accepted."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _register(launcher_hooks())
+    HookRegistry.apply_hooks()
+    verify(launcher_hooks())
 
 
 def install_http() -> None:
@@ -78,12 +102,28 @@ def install_http() -> None:
 def verify(expected: tuple[Hook, ...] | None = None) -> None:
     """Raise unless every hook stands in this process (see :func:`check_hooked`)."""
     for target, function in hooks() if expected is None else expected:
-        check_hooked(target, function)
+        check_hooked(target, while_active(function))
+
+
+@cache
+def while_active(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` while KVShare is on, and SGLang's own function otherwise: a hook that stands
+    cannot be taken away again when the scheduler finds that KVShare cannot serve."""
+    from sglang_kvshare.engine.activation import active_config
+
+    @wraps(function)
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if active_config() is None:
+            return original(*args, **kwargs)
+        return function(original, *args, **kwargs)
+
+    return hook
 
 
 def _register(wanted: tuple[Hook, ...]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in wanted:
-        if not any(known is function for _, known, _ in HookRegistry._hooks.get(target, ())):
-            HookRegistry.register(target, function, HookType.AROUND)
+        hook = while_active(function)
+        if not any(known is hook for _, known, _ in HookRegistry._hooks.get(target, ())):
+            HookRegistry.register(target, hook, HookType.AROUND)

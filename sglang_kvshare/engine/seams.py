@@ -44,6 +44,13 @@ SEAMS = (
     Seam(_SRT + "server_args.ServerArgs.from_cli_args", "args", "flags"),
     Seam(_SRT + "server_args.ServerArgs.resolve_once", "self", "tree cache choice, refusals"),
     Seam(_SRT + "arg_groups.overrides.resolving_view", "server_args", "resolved arguments"),
+    Seam(_SRT + "arg_groups.overrides.model_config_of", "server_args", "refusals by model"),
+    Seam(_SRT + "configs.hybrid_arch.mambaish_config", "model_config", "refusals by model"),
+    Seam(
+        _SRT + "entrypoints.engine._wait_for_scheduler_ready",
+        "scheduler_pipe_readers, scheduler_procs",
+        "refusals by a scheduler",
+    ),
     Seam(_SRT + "platforms.interface.SRTPlatform", None, "plain CPU platform"),
     Seam(_SRT + "platforms.cpu.CpuDeviceMixin", None, "plain CPU platform"),
     # Requests and responses
@@ -79,6 +86,7 @@ SEAMS = (
     # Tree cache
     Seam(_SRT + "mem_cache.registry.register_radix_cache_backend", "name, factory", "tree cache"),
     Seam(_SRT + "mem_cache.registry.TreeCacheBuildContext", None, "tree cache"),
+    Seam(_SRT + "mem_cache.registry.default_radix_cache_factory", "ctx", "stock tree cache"),
     Seam(_RADIX + "RadixCache.reset", "self", "run index"),
     Seam(_RADIX + "RadixCache.match_prefix", "self, params", "reuse=off"),
     Seam(

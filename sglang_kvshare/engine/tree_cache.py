@@ -1,9 +1,9 @@
 """SGLang's radix cache with a run index over its contents and approximate branches.
 
-Seams: ``register_radix_cache_backend``, and the four structural mutators of ``RadixCache``
-(``_insert_helper``, ``_split_node``, ``_delete_leaf``, ``reset``), through which the index stays
-coherent; ``match_prefix`` follows branches, ``checkpoint`` publishes them, ``evict`` gives way
-when memory runs short.
+Seams: ``register_radix_cache_backend`` and ``default_radix_cache_factory``, and the four
+structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_delete_leaf``,
+``reset``), through which the index stays coherent; ``match_prefix`` follows branches,
+``checkpoint`` publishes them, ``evict`` gives way when memory runs short.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import logging
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
     EvictParams,
     EvictResult,
     MatchPrefixParams,
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine import branches
-from sglang_kvshare.engine.activation import active_config
+from sglang_kvshare.engine.activation import active_config, off_sentence, switch_off
 from sglang_kvshare.engine.donor_locks import DonorLocks
 from sglang_kvshare.engine.eligibility import accepts_approximation
 from sglang_kvshare.engine.exact_events import ExactEvents
@@ -38,25 +39,39 @@ from sglang_kvshare.scheduling.benefit import BenefitGate
 logger = logging.getLogger(__name__)
 
 
-def build_tree_cache(ctx: TreeCacheBuildContext) -> KVShareRadixCache:
+def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     """Factory of the backend ``kvshare``; the first of our code that sees the loaded model.
+
+    Returns:
+        KVShare's tree cache, or SGLang's own where KVShare is optional and cannot serve.
 
     Raises:
         SeamError: a hook does not stand in this process.
         Unsupported: the model, its RoPE or its KV pool is not served.
     """
-    from sglang_kvshare.engine import hooks
+    from sglang_kvshare.engine import hooks, verdict
     from sglang_kvshare.engine.forward import prepare_worker
-    from sglang_kvshare.engine.seams import check_seams
+    from sglang_kvshare.engine.seams import SeamError, check_seams
+    from sglang_kvshare.engine.support import Unsupported
 
     config = active_config()
     if config is None:
         raise RuntimeError("--radix-cache-backend kvshare needs --kvshare")
-    check_seams()
-    hooks.verify()
+    try:
+        check_seams()
+        hooks.verify()
+        prepare_worker(ctx.tp_worker, config)
+    except (SeamError, Unsupported) as error:
+        # The same on every rank: it depends on the model's class and the pool's alone.
+        verdict.refuse(str(error))
+        if not config.optional:
+            raise
+        switch_off()
+        if ctx.tp_rank == 0:
+            logger.warning("%s", off_sentence(error))
+        return default_radix_cache_factory(ctx)
     # Every rank must come to the same plans, and no two measure the same times.
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
-    prepare_worker(ctx.tp_worker, config)
     logger.info("KVShare is on: %s", config.to_json())
     return KVShareRadixCache(ctx.params, config, gate, build_metrics())
 

@@ -310,7 +310,7 @@ def to_answer(data: Mapping[str, Any]) -> Answer:
 
 
 def refused_start(model: Path, config: ServerConfig, log: Path, seconds: float = 120) -> str:
-    """Start a server that must not start; returns what it printed."""
+    """Start a server that must not start and ends in order; returns what it printed."""
     with log.open("w") as sink:
         process = subprocess.Popen(
             command(model, config, free_port()),
@@ -326,5 +326,5 @@ def refused_start(model: Path, config: ServerConfig, log: Path, seconds: float =
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
     text = log.read_text(errors="replace")
-    assert code != 0, text
+    assert code == 1, text
     return text

@@ -88,8 +88,11 @@ def test_a_rope_that_is_not_served(server_pool, tmp_path):
 
 def test_an_architecture_that_is_not_served(server_pool, tmp_path):
     text = refused(server_pool, tmp_path, "gemma")
-    assert "--kvshare does not support GemmaForCausalLM" in text, text[-3000:]
+    assert "--kvshare does not support GemmaForCausalLM" in last_line_of_ours(text)
+    assert text.splitlines()[-1].startswith("KVShare: ")
     assert "LlamaForCausalLM" in text
+    # Known from its configuration: nothing was spawned, and no weight was looked at.
+    assert not re.search("Traceback|Load weight", text), text[-3000:]
 
 
 def test_an_argument_that_is_not_served(server_pool, tmp_path):
@@ -116,16 +119,12 @@ def arguments(*flags):
 
 @pytest.fixture
 def no_activation(monkeypatch):
-    """Nothing is installed in this process; what would be is returned."""
+    """KVShare is not asked for in this process, nor after the test."""
     import os
-
-    from sglang_kvshare.engine import activation
 
     for name in [name for name in os.environ if name.startswith("KVSHARE")]:
         monkeypatch.delenv(name)
-    activated = []
-    monkeypatch.setattr(activation, "_activate", activated.append)
-    return activated
+    monkeypatch.setenv("KVSHARE", "0")
 
 
 @pytest.mark.usefixtures("no_activation")
@@ -187,6 +186,13 @@ def test_a_bad_variable_stops_the_start_with_one_sentence(monkeypatch, name, val
     assert word in str(stop.value)
 
 
-def test_nothing_is_activated_without_being_asked_for(no_activation):
-    arguments()
-    assert no_activation == []
+@pytest.mark.usefixtures("no_activation")
+def test_nothing_is_activated_without_being_asked_for():
+    from sglang_kvshare.engine.activation import active_config, asked_for
+
+    assert asked_for(arguments()) is None
+    config = asked_for(arguments("--kvshare", "--kvshare-seam-tokens", "3", "--kvshare-optional"))
+    assert config is not None
+    assert (config.seam_tokens, config.optional) == (3, True)
+    # Asked for is not yet accepted.
+    assert active_config() is None

@@ -103,8 +103,41 @@ def test_the_configuration_is_frozen_and_travels_as_text():
         config.reuse = "approximate"
 
 
+@pytest.mark.parametrize("no", [False, True])
+def test_a_yes_or_no_from_everywhere(yaml_file, no):
+    path = yaml_file(f"optional: {'false' if no else 'true'}\n")
+    assert resolve(yaml_path=path).optional is not no
+    for word in ("0", "false", "No", " off ") if no else ("1", "true", "YES", "on"):
+        assert resolve(env={"KVSHARE_OPTIONAL": word}).optional is not no
+    assert resolve(cli={"optional": not no}).optional is not no
+    # The environment wins over the file, and a flag over both.
+    assert resolve(env={"KVSHARE_OPTIONAL": "1" if no else "0"}, yaml_path=path).optional is no
+    config = resolve(cli={"optional": True}, env={"KVSHARE_OPTIONAL": "0"})
+    assert config.optional is True
+    assert from_json(config.to_json()) == config
+    assert KVShareConfig().optional is False
+
+
+@pytest.mark.parametrize("text", ["1", "'true'", "maybe", "null", "[true]"])
+def test_only_true_and_false_are_a_yes_or_no_in_a_file(yaml_file, text):
+    with pytest.raises(ConfigError, match=r"optional=.* is not a yes or a no"):
+        resolve(yaml_path=yaml_file(f"optional: {text}\n"))
+
+
+@pytest.mark.parametrize("text", ["", "2", "maybe"])
+def test_a_strange_yes_or_no_in_the_environment_names_the_variable(text):
+    with pytest.raises(ConfigError, match=r"KVSHARE_OPTIONAL='.*' is not a yes or a no"):
+        resolve(env={"KVSHARE_OPTIONAL": text})
+
+
+def test_what_a_launcher_hands_to_its_children_is_no_setting():
+    assert resolve(env={"KVSHARE_RESOLVED": "{}", "KVSHARE_VERDICT": "x"}) == KVShareConfig()
+
+
 def test_every_field_is_documented_and_has_bounds():
     for spec in option_fields():
         assert len(spec.metadata["doc"]) > 20, spec.name
+        if isinstance(spec.default, bool):
+            continue
         assert "choices" in spec.metadata or {"low", "high"} <= set(spec.metadata), spec.name
         assert cli_flag(spec.name).startswith("--kvshare-")
