@@ -309,7 +309,7 @@ def kv_dtype_refusals(value):
 
 @pytest.mark.parametrize("value", ["nvfp4", "fp4_mx_block16", "mxfp8"])
 def test_a_kv_cache_dtype_that_is_not_known_is_refused_by_name(value):
-    assert kv_dtype_refusals(value)[0] == f"--kv-cache-dtype {value}"
+    assert value in kv_dtype_refusals(value)[0]
     assert kv_dtype_refusals("something_new")
 
 

@@ -195,7 +195,7 @@ def test_the_table_has_a_row_for_everything_that_is_checked():
     assert len(table) == len(rows()), "two rows of one name"
     for refusal in (*ARGUMENT_REFUSALS, *MODEL_REFUSALS):
         assert (table[refusal.what].status, table[refusal.what].why) == (REFUSED, refusal.why)
-    for name in (*support.SUPPORTED_MODELS, *support.SUPPORTED_ROPE):
+    for name in (*support.SUPPORTED_MODELS, *dict(support.SUPPORTED_ROPE_KINDS)):
         assert table[name].status == SUPPORTED
 
 
