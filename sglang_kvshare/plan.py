@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+IntArray = Int32Array | Int64Array
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -28,12 +30,14 @@ class Span:
         source: position of the first donor token in the donor's own sequence.
         slots: int64 ``[length]``, KV slot of each donor token, in order.
         kind: ``exact_run`` (equal tokens, found by the run index).
+        depth: provenance of the donor values; 0 = exact, 1 = rests on placed exact values, ...
     """
 
     start: int
     source: int
     slots: Int64Array
     kind: str = "exact_run"
+    depth: int = 0
 
     @property
     def length(self) -> int:
@@ -75,6 +79,11 @@ class ReusePlan:
     @property
     def new_tokens(self) -> int:
         return self.prompt_tokens - self.prefix_tokens - self.matched_tokens
+
+    @property
+    def depth(self) -> int:
+        """The largest depth of a span, 0 where there is none."""
+        return max((span.depth for span in self.spans), default=0)
 
     def positions(self) -> Int64Array:
         """int64 ``[matched_tokens]``: the matched prompt positions, ascending."""
