@@ -22,7 +22,7 @@ import numpy as np
 from sglang_kvshare.matching.extents import Extents
 from sglang_kvshare.matching.holes import Holes
 from sglang_kvshare.matching.ragged import ranges
-from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array
+from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array, IntArray
 
 NONE = -1
 #: Stamps of edges are negative, those of windows are not.
@@ -176,29 +176,35 @@ class Arena:
             tokens -= length
             extent = int(ext.parent[extent])
 
-    def windows_alive(self, cells: Int32Array, stamps: Int32Array) -> BoolArray:
+    def windows_alive(self, cells: IntArray, stamps: Int32Array) -> BoolArray:
         """Which table entries are windows of indexed tokens.
 
         A cell that was freed, and perhaps used again, belongs to another insertion: its stamp
         differs. (The stamp of an edge is negative.)
         """
-        ext = self.extents
-        slots = self.slot[cells]
-        extents = self.extent_of[slots]
-        whole = cells - ext.start[extents] + ext.reach[extents] >= self.window - 1
-        alive: BoolArray = (slots != NONE) & (ext.stamp[extents] == stamps) & whole
+        ext, slots, extents = self.extents, *self._owners(cells)
+        alive: BoolArray = ext.stamp[extents] == stamps
+        alive &= cells - ext.start[extents] + ext.reach[extents] >= self.window - 1
+        alive &= slots != NONE
         return alive
 
-    def edges_alive(self, cells: Int32Array, stamps: Int32Array) -> BoolArray:
+    def edges_alive(self, cells: IntArray, stamps: Int32Array) -> BoolArray:
         """Which table entries are first tokens of extents that have a parent."""
-        ext = self.extents
-        slots = self.slot[cells]
-        extents = self.extent_of[slots]
-        first = (ext.start[extents] == cells) & (ext.parent[extents] != NONE)
-        alive: BoolArray = (slots != NONE) & (ext.stamp[extents] == stamps ^ EDGE) & first
+        ext, slots, extents = self.extents, *self._owners(cells)
+        alive: BoolArray = ext.stamp[extents] == stamps ^ EDGE
+        alive &= (ext.start[extents] == cells) & (ext.parent[extents] != NONE)
+        alive &= slots != NONE
         return alive
 
-    def alive(self, cells: Int32Array, stamps: Int32Array) -> BoolArray:
-        return np.where(
-            stamps < 0, self.edges_alive(cells, stamps), self.windows_alive(cells, stamps)
-        )
+    def alive(self, cells: IntArray, stamps: Int32Array) -> BoolArray:
+        """Both kinds."""
+        alive = self.windows_alive(cells, stamps)
+        edges = (stamps < 0).nonzero()[0]
+        alive[edges] = self.edges_alive(cells[edges], stamps[edges])
+        return alive
+
+    def _owners(self, cells: IntArray) -> tuple[Int32Array, Int64Array]:
+        """Slot and extent of cells; the extent is any where the slot is -1."""
+        slots = self.slot[cells]
+        # Indexing is fastest with the widest integers.
+        return slots, self.extent_of[slots].astype(np.int64)

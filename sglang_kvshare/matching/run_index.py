@@ -83,7 +83,7 @@ class RunIndex:
         self.min_run_tokens = min_run_tokens
         self.window = (min_run_tokens + 1) // 2
         self._arena = Arena(slots, self.window)
-        self._table = WindowTable(self._arena.alive)
+        self._table = WindowTable(self._arena.alive, slots // self.window)
         self._domains: dict[bytes, _Domain] = {}
         self._names: dict[int, bytes] = {}
         self._next_domain = 0
@@ -240,7 +240,9 @@ class RunIndex:
 
     def reassign(self, node: int, slots: Int64Array) -> None:
         """The tokens in ``slots`` belong to another node now: a node was split."""
-        self._arena.extents.node[self._of_their_own(slots)] = node
+        # First the extents, since splitting them may move the columns of the table.
+        own = self._of_their_own(slots)
+        self._arena.extents.node[own] = node
 
     def remove(self, slots: Int64Array) -> None:
         """Forget tokens; slots that the index does not hold are passed over.
@@ -277,7 +279,7 @@ class RunIndex:
         A run begins where the tokens before differ (or there are none), and goes on for as long
         as any branch of the tree agrees; of several branches the longest counts. When no window of
         the prompt is indexed at more than ``limit`` places of one depth, and no token has more
-        than ``limit`` equal successors, these are all maximal runs. Otherwise they are those that
+        than 64 equal successors, these are all maximal runs. Otherwise they are those that
         hold one of the newest ``limit`` places of a window; a run may then be cut short where
         following it would cost more than a small multiple of the prompt.
 
@@ -360,11 +362,25 @@ class RunIndex:
     def _of_their_own(self, slots: Int64Array) -> Int64Array:
         """The extents that hold ``slots`` and nothing else; extents are split to that end."""
         arena, ext = self._arena, self._arena.extents
+        own: list[int] = []
+        done = 0
+        # Nearly always the slots are those of a node, or of its beginning, in order.
+        while done < slots.shape[0]:
+            extent = int(arena.extent_of[slots[done]])
+            start = int(ext.start[extent])
+            count = min(int(ext.length[extent]), slots.shape[0] - done)
+            if (
+                extent == NONE
+                or (arena.slot[start : start + count] != slots[done : done + count]).any()
+            ):
+                break
+            own.append(extent if count == ext.length[extent] else self._split(extent, count))
+            done += count
+        if done == slots.shape[0]:
+            return np.unique(np.array(own, dtype=np.int64))
         slots = np.unique(slots)
         held = arena.extent_of[slots]
         held = held[held != NONE]
-        if held.shape[0] == 0:
-            return np.empty(0, dtype=np.int64)
         extents, counts = np.unique(held, return_counts=True)
         whole = counts == ext.length[extents]
         own = extents[whole].tolist()

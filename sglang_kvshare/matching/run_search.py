@@ -24,14 +24,16 @@ import numpy as np
 
 from sglang_kvshare.matching.arena import NONE, Arena
 from sglang_kvshare.matching.ragged import ranges
-from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, window_sums
+from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, pair_sums, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
 from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array, IntArray
 
 #: Tokens compared in one round of following runs beyond their windows, or 4 for each prompt token.
 _ROUND_TOKENS = 1 << 16
-#: Any constant: edges have fingerprints of their own.
-_EDGE_SEED = 0x5BD1E995
+
+#: Children of one token that begin alike and are looked at, the newest first. (In a tree of pages
+#: they differ later in the page.)
+_MOST_CHILDREN = 64
 
 #: A run: start, end, depth, and its pieces (extent, first cell, cell after the last), in order.
 Found = tuple[int, int, int, list[tuple[int, int, int]]]
@@ -45,7 +47,7 @@ class Query:
         tokens: int32 ``[n]``.
         domain: number of the trust domain.
         seeds: the domain's seed for each depth that may serve.
-        limit: places looked at for a window of each depth, and for the children of a token.
+        limit: places looked at for a window of each depth.
         max_depth: tokens of a larger depth do not match.
         min_run_tokens: shorter runs are dropped.
         covering: leave out runs that lie inside another one.
@@ -71,9 +73,7 @@ def search(arena: Arena, table: WindowTable, query: Query) -> list[Found]:
 
 def edge_prints(last_cells: IntArray, tokens: IntArray) -> UInt32Array:
     """Fingerprint under which a child's first cell is found: its parent's last cell, its token."""
-    return fingerprints(
-        (last_cells.astype(np.uint64) << np.uint64(32)) + tokens.astype(np.uint64), _EDGE_SEED
-    )
+    return fingerprints(pair_sums(last_cells, tokens), 0)
 
 
 @dataclass(frozen=True)
@@ -125,67 +125,70 @@ class _Search:
         self.tokens = query.tokens
         self.n = int(query.tokens.shape[0])
         self.w = arena.window
+        # A hit's number is (cell - end + n) << shift | end. Hits that follow each other on a
+        # diagonal differ by w, and no others do.
+        self.shift = (self.n + self.w).bit_length()
 
     def runs(self) -> list[Found]:
         hits = self._hits()
         if hits.shape[0] == 0:
             return []
+        places = self._places(hits)
+        mine = (self.ext.domain[places[2]] == self.query.domain) & self._serves(places[2])
+        if not mine.all():
+            hits, places = hits[mine], tuple(column[mine] for column in places)
         try:
-            return self._from_hits(hits)
+            return self._from_hits(hits, *places)
         except _Collision:
-            places = self._places(hits)
             heads = self._back(*places, known=np.zeros_like(hits), most=self.w)
-            hits = hits[heads.count == self.w]
-            return self._from_hits(hits) if hits.shape[0] else []
+            true = heads.count == self.w
+            return self._from_hits(hits[true], *(column[true] for column in places))
 
     # --- 1: hits -------------------------------------------------------------------------------
 
     def _hits(self) -> Int64Array:
-        """int64, ascending and distinct: ``(cell - end + n) * (n + w) + end`` of each hit.
-
-        Hits that follow each other differ by ``w``.
-        """
+        """int64: numbers of hits, ascending and distinct."""
         sums = window_sums(self.tokens, self.w)
+        number = np.arange(sums.shape[0], dtype=np.uint64)
         found: list[Int64Array] = []
         for seed in self.query.seeds:
-            prints = fingerprints(sums, seed)
-            order = np.sort(
-                (prints.astype(np.uint64) << np.uint64(32))
-                | np.arange(sums.shape[0], dtype=np.uint64)
-            )
+            # Sorted by fingerprint, which makes the searches fast; equal ones are one group.
+            order = fingerprints(sums, seed).astype(np.uint64) << np.uint64(32)
+            order |= number
+            order.sort()
             prints = (order >> np.uint64(32)).astype(np.uint32)
-            new = np.concatenate([[True], prints[1:] != prints[:-1]])
-            group = np.flatnonzero(new)
+            group = _begins(prints[1:] != prints[:-1]).nonzero()[0]
             which, cell = self.table.lookup(
                 prints[group], self.query.limit, self.arena.windows_alive
             )
             if which.shape[0] == 0:
                 continue
             # A window that occurs several times in the prompt hits each of its places every time.
-            times = np.diff(group, append=sums.shape[0])[which]
-            at = ranges(group[which], times)
-            end = (order[at] & np.uint64(0xFFFFFFFF)).astype(np.int64) + self.w - 1
-            found.append(
-                (np.repeat(cell.astype(np.int64), times) - end + self.n) * (self.n + self.w) + end
-            )
+            if group.shape[0] < sums.shape[0]:
+                times = np.diff(group, append=sums.shape[0])[which]
+                at = ranges(group[which], times)
+                cell = np.repeat(cell, times)
+            else:
+                at = which
+            end = (order[at] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            end += self.w - 1
+            found.append(self._numbers(cell, end))
         if not found:
             return np.empty(0, dtype=np.int64)
-        hits = np.sort(np.concatenate(found))
-        hits = hits[np.concatenate([[True], hits[1:] != hits[:-1]])]
-        extent = self.arena.extent_of[self.arena.slot[self._unpacked(hits)[1]]]
-        mine = (self.ext.domain[extent] == self.query.domain) & self._serves(extent)
-        return np.compress(mine, hits)
+        hits = np.concatenate(found)
+        hits.sort()
+        return hits[_begins(hits[1:] != hits[:-1])]
 
-    def _unpacked(self, hits: Int64Array) -> tuple[Int64Array, Int64Array]:
-        diagonal, q = np.divmod(hits, self.n + self.w)
-        return q, diagonal + q - self.n
+    def _numbers(self, cell: Int64Array, end: Int64Array) -> Int64Array:
+        return (cell - end + self.n) << self.shift | end
 
     def _places(self, hits: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """End in the prompt, cell and extent of hits."""
-        q, cell = self._unpacked(hits)
+        q = hits & ((1 << self.shift) - 1)
+        cell = (hits >> self.shift) + q - self.n
         return q, cell, self.arena.extent_of[self.arena.slot[cell]].astype(np.int64)
 
-    def _serves(self, extent: IntArray) -> BoolArray:
+    def _serves(self, extent: Int64Array) -> BoolArray:
         return self.ext.depth[extent] <= self.query.max_depth
 
     # --- 2: segments ---------------------------------------------------------------------------
@@ -193,67 +196,68 @@ class _Search:
     def _segments(
         self, hits: Int64Array, q: Int64Array, cell: Int64Array, extent: Int64Array
     ) -> _Segments:
-        follows = (hits[1:] - hits[:-1] == self.w) & (extent[1:] == extent[:-1])
-        first = np.flatnonzero(np.concatenate([[True], ~follows]))
+        follows = hits[1:] - hits[:-1] == self.w
+        follows &= extent[1:] == extent[:-1]
+        first = _begins(~follows).nonzero()[0]
         last = np.append(first[1:], hits.shape[0]) - 1
-        depth = self.ext.depth[extent[first]].astype(np.int64)
+        at = extent[first]
+        depth = self.ext.depth[at].astype(np.int64)
         before = np.full(first.shape[0], NONE, dtype=np.int64)
         # The window before the first one ends in an ancestor when it does not end in this extent.
-        need = self.w - (cell[first] - self.ext.start[extent[first]])
-        at = extent[first].astype(np.int64)
-        seen = depth.copy()
-        walk = np.flatnonzero((need > 0) & (q[first] - self.w >= self.w - 1))
+        need = self.w - (cell[first] - self.ext.start[at])
+        deepest = depth.copy()
+        walk = ((need > 0) & (q[first] >= 2 * self.w - 1)).nonzero()[0]
         while walk.shape[0]:
             at[walk] = self.ext.parent[at[walk]]
             walk = walk[at[walk] != NONE]
-            seen[walk] = np.maximum(seen[walk], self.ext.depth[at[walk]])
-            inside = need[walk] <= self.ext.length[at[walk]]
-            here = walk[inside]
-            key_cell = (
-                self.ext.start[at[here]].astype(np.int64) + self.ext.length[at[here]] - need[here]
-            )
-            key_q = q[first[here]] - self.w
-            key = (key_cell - key_q + self.n) * (self.n + self.w) + key_q
-            hit = np.minimum(np.searchsorted(hits, key), hits.shape[0] - 1)
-            same = hits[hit] == key
-            linked = here[same]
-            before[linked] = np.searchsorted(first, hit[same], side="right") - 1
-            depth[linked] = seen[linked]
+            above, missing = at[walk], need[walk]
+            deepest[walk] = np.maximum(deepest[walk], self.ext.depth[above])
+            end = q[first[walk]] - self.w
+            number = self._numbers(self.ext.start[above] + self.ext.length[above] - missing, end)
+            hit = np.minimum(hits.searchsorted(number), hits.shape[0] - 1)
+            inside = missing <= self.ext.length[above]
+            same = inside & (hits[hit] == number)
+            linked = walk[same]
+            before[linked] = first.searchsorted(hit[same], side="right") - 1
+            depth[linked] = deepest[linked]
+            need[walk] -= self.ext.length[above]
             walk = walk[~inside]
-            need[walk] -= self.ext.length[at[walk]]
         return _Segments(first, last, before, depth)
 
     # --- 3: ends -------------------------------------------------------------------------------
 
-    def _from_hits(self, hits: Int64Array) -> list[Found]:
-        q, cell, extent = self._places(hits)
+    def _from_hits(
+        self, hits: Int64Array, q: Int64Array, cell: Int64Array, extent: Int64Array
+    ) -> list[Found]:
+        if hits.shape[0] == 0:
+            return []
         segments = self._segments(hits, q, cell, extent)
         root, depth = _chained(segments)
+        is_root = segments.before == NONE
         is_end = np.ones(root.shape[0], dtype=np.bool_)
-        is_end[segments.before[segments.before != NONE]] = False
-        ends, roots = np.flatnonzero(is_end), np.flatnonzero(segments.before == NONE)
+        is_end[segments.before[~is_root]] = False
 
         # Every chain has one root and at least one end.
+        roots = is_root.nonzero()[0]
+        ahead = np.zeros(root.shape[0], dtype=np.int64)
+        np.maximum.at(ahead, root, q[segments.last] - q[segments.first[root]])
         at = segments.first[roots]
-        longest = np.zeros(root.shape[0], dtype=np.int64)
-        np.maximum.at(longest, root, q[segments.last] - q[segments.first[root]])
-        heads = self._back(q[at], cell[at], extent[at], longest[roots])
-        lied = heads.count < self.w
-        if lied.any():
+        heads = self._back(q[at], cell[at], extent[at], ahead[roots])
+        lied = roots[heads.count < self.w]
+        if lied.shape[0]:
             # A hit of its own goes; one that others rest on calls for a closer look.
-            alone = is_end[roots] & (segments.first == segments.last)[roots]
-            if (lied & ~alone).any():
+            if not (is_end & (segments.first == segments.last))[lied].all():
                 raise _Collision
-            ends = ends[~np.isin(ends, roots[lied])]
-        head_of = np.searchsorted(roots, root)
-        starts = q[segments.first[root]] + 1 - heads.count[head_of]
+            is_end[lied] = False
+        ends = is_end.nonzero()[0]
+        head_of = roots.searchsorted(root[ends])
+        start = q[segments.first[root[ends]]] + 1 - heads.count[head_of]
         at = segments.last[ends]
-        tails = self._forward(q[at], cell[at], extent[at], q[at] - starts[ends])
-        end_of = ends[tails.place]
-        start, head_of = starts[end_of], head_of[end_of]
-        end = q[segments.last[end_of]] + 1 + tails.count
-        deepest = np.maximum(np.maximum(heads.depth[head_of], depth[end_of]), tails.depth)
-        enough = np.flatnonzero(end - start >= self.query.min_run_tokens)
+        tails = self._forward(q[at], cell[at], extent[at], q[at] - start)
+        start, head_of, ends = start[tails.place], head_of[tails.place], ends[tails.place]
+        end = q[segments.last[ends]] + 1 + tails.count
+        deepest = np.maximum(np.maximum(heads.depth[head_of], depth[ends]), tails.depth)
+        enough = (end - start >= self.query.min_run_tokens).nonzero()[0]
         runs = (start, end, deepest, heads.cell[head_of], tails.cell, tails.extent)
         start, end, deepest, head_cell, tail_cell, tail_extent = (a[enough] for a in runs)
         return [
@@ -274,13 +278,13 @@ class _Search:
         order = np.lexsort((slot, start, depth, start - end))
         # One run for each beginning, the first in order: other branches that stop earlier are not
         # maximal, and following a run from both of its parts finds it twice.
-        key = (start * self.arena.slot.shape[0] + head)[order]
-        order = order[np.sort(np.unique(key, return_index=True)[1])]
+        beginning = (start * self.arena.slot.shape[0] + head)[order]
+        order = order[np.sort(np.unique(beginning, return_index=True)[1])]
         if self.query.covering and order.shape[0]:
             # By start, the longest first; what does not reach further than those before is inside.
             by_start = order[np.argsort(start[order], kind="stable")]
             reached = np.maximum.accumulate(end[by_start])
-            further = np.concatenate([[True], end[by_start][1:] > reached[:-1]])
+            further = _begins(end[by_start][1:] > reached[:-1])
             keep = np.zeros(start.shape[0], dtype=np.bool_)
             keep[by_start[further]] = True
             order = order[keep[order]]
@@ -295,10 +299,9 @@ class _Search:
         depth, at = 0, start
         for extent, low, high in pieces:
             depth = max(depth, int(self.ext.depth[extent]))
-            part = self.tokens[at : at + high - low]
-            at += high - low
-            if not np.array_equal(self.arena.token[low:high], part):
+            if (self.arena.token[low:high] != self.tokens[at : at + high - low]).any():
                 raise _Collision
+            at += high - low
         if at != end or depth > self.query.max_depth:
             raise _Collision
         return start, end, depth, pieces
@@ -318,12 +321,11 @@ class _Search:
         prompt   ...|. . . . . . q]          q and cell are included
         arena    ...|. . . . . cell]
         """
-        places = q.shape[0]
-        count = np.zeros(places, dtype=np.int64)
-        depth = np.zeros(places, dtype=np.int64)
+        count = np.zeros(q.shape[0], dtype=np.int64)
+        depth = np.zeros(q.shape[0], dtype=np.int64)
         first = cell.copy()
         # Of the places that still match: number, prompt tokens left, cell after the next, extent.
-        live, left, edge, extent = np.arange(places), q + 1, cell + 1, extent.copy()
+        live, left, edge = np.arange(q.shape[0]), q + 1, cell + 1
         # The window, and less than another one: the next would be a hit, unless `limit` cut it off.
         sure = most or 2 * self.w
         width = sure
@@ -332,25 +334,31 @@ class _Search:
             inside = edge - self.ext.start[extent]
             room = np.minimum(np.minimum(left, inside), np.where(have < sure, sure - have, width))
             got = self._equal(left - 1, edge - 1, -1, room)
-            some = got > 0
-            count[live] += got
-            first[live[some]] = (edge - got)[some]
-            reached = np.where(some, self.ext.depth[extent], 0)
-            depth[live] = np.maximum(depth[live], reached)
-            left, edge = left - got, edge - got
-            parent = np.where(got == inside, self.ext.parent[extent], extent)
-            on = (got == room) & (left > 0) & (parent != NONE) & self._serves(parent)
+            some = live[got > 0]
+            first[some] = (edge - got)[got > 0]
+            if self.query.max_depth:
+                depth[some] = np.maximum(depth[some], self.ext.depth[extent[got > 0]])
+            count[live] = have + got
+            on = (got == room) & (left > got)
             if most:
-                on &= count[live] < most
-            over = parent != extent
-            edge = np.where(over, self.ext.start[parent] + self.ext.length[parent], edge)
+                on &= have + got < most
+            live, left, edge, extent = live[on], (left - got)[on], (edge - got)[on], extent[on]
+            # Over the beginning of an extent into its parent.
+            over = edge == self.ext.start[extent]
+            if over.any():
+                extent = np.where(over, self.ext.parent[extent], extent)
+                end = self.ext.start[extent] + self.ext.length[extent]
+                edge = np.where(over, end, edge)
+                on = (extent != NONE) & self._serves(extent)
+                live, left, edge, extent = live[on], left[on], edge[on], extent[on]
             done = count[live] >= sure
-            if done[on].all():
-                width *= 2
-            behind = self.ext.position[parent] + edge - self.ext.start[parent]
-            hope = known[live] + count[live] + np.minimum(left, behind)
-            on &= self._affordable(on & done, width, hope)
-            live, left, edge, extent = live[on], left[on], edge[on], parent[on]
+            if done.any():
+                if done.all():
+                    width *= 4
+                behind = self.ext.position[extent] + edge - self.ext.start[extent]
+                hope = known[live] + count[live] + np.minimum(left, behind)
+                on = self._affordable(done, width, hope)
+                live, left, edge, extent = live[on], left[on], edge[on], extent[on]
         return _Heads(count, first, depth)
 
     def _forward(
@@ -363,16 +371,11 @@ class _Search:
         prompt   ... q|. . . . .|...         q and cell are not compared again
         arena    ... cell|. . . .|...
         """
-        place = np.arange(q.shape[0])
-        count = np.zeros(q.shape[0], dtype=np.int64)
-        depth = np.zeros(q.shape[0], dtype=np.int64)
-        live = _Tails(place, count, cell, extent, depth)
+        none = np.zeros(q.shape[0], dtype=np.int64)
+        live = _Tails(np.arange(q.shape[0]), none, cell, extent, none)
         finished: list[_Tails] = []
         sure = width = self.w
         while live.place.shape[0]:
-            end = self.ext.start[live.extent] + self.ext.length[live.extent] - 1
-            live, stuck = self._into_children(live, q, live.cell == end)
-            finished.append(stuck)
             at = q[live.place] + live.count
             left = self.n - 1 - at
             inside = self.ext.start[live.extent] + self.ext.length[live.extent] - 1 - live.cell
@@ -381,56 +384,44 @@ class _Search:
             got = self._equal(at + 1, live.cell + 1, 1, room)
             live = _Tails(live.place, live.count + got, live.cell + got, live.extent, live.depth)
             on = (got == room) & (left > got)
+            # Behind the end of an extent its children go on.
+            asking = (on & (got == inside)).nonzero()[0]
+            origin, children = self._children(_picked(live, asking), q)
+            on[asking] = False
+            ends = ~on
+            ends[asking[origin]] = False
+            finished.append(_picked(live, ends))
+            live = _joined([_picked(live, on), children])
             done = live.count >= sure
-            if done[on].all():
-                width *= 2
-            hope = known[live.place] + self.n - q[live.place]
-            on &= self._affordable(on & done, width, hope)
-            finished.append(_picked(live, ~on))
-            live = _picked(live, on)
-        if not finished:
-            return live
-        columns = (np.concatenate(parts) for parts in zip(*map(_columns, finished), strict=True))
-        return _Tails(*columns)
+            if done.any():
+                if done.all():
+                    width *= 4
+                hope = known[live.place] + self.n - q[live.place]
+                on = self._affordable(done, width, hope)
+                finished.append(_picked(live, ~on))
+                live = _picked(live, on)
+        return _joined(finished) if finished else live
 
-    def _into_children(
-        self, tails: _Tails, q: Int64Array, at_end: BoolArray
-    ) -> tuple[_Tails, _Tails]:
-        """Where an extent is at its end, go on with each child that has the prompt's next token.
+    def _children(self, tails: _Tails, q: Int64Array) -> tuple[Int64Array, _Tails]:
+        """The children of extents that are at their end which have the prompt's next token.
 
         Returns:
-            those that go on, and those that cannot.
+            which of ``tails`` each belongs to, and the child with that token.
         """
-        onward = q[tails.place] + tails.count + 1
-        asking = np.flatnonzero(at_end & (self.ext.children[tails.extent] > 0) & (onward < self.n))
-        stays = ~at_end
-        if asking.shape[0] == 0:
-            return _picked(tails, stays), _picked(tails, at_end)
-        token = self.tokens[onward[asking]]
-        prints, which = np.unique(edge_prints(tails.cell[asking], token), return_inverse=True)
-        found, child_cell = self.table.lookup(prints, self.query.limit, self.arena.edges_alive)
-        # Pair every asking place with what its fingerprint found.
-        by_print = np.argsort(found, kind="stable")
-        low = np.searchsorted(found[by_print], which)
-        times = np.searchsorted(found[by_print], which, side="right") - low
-        cell = child_cell[by_print][ranges(low, times)].astype(np.int64)
-        origin = np.repeat(asking, times)
+        origin = (self.ext.children[tails.extent] > 0).nonzero()[0]
+        if origin.shape[0] == 0:
+            return origin, _picked(tails, origin)
+        token = self.tokens[(q[tails.place] + tails.count + 1)[origin]]
+        which, cell = self.table.lookup(
+            edge_prints(tails.cell[origin], token), _MOST_CHILDREN, self.arena.edges_alive
+        )
+        origin = origin[which]
         child = self.arena.extent_of[self.arena.slot[cell]].astype(np.int64)
         true = (self.ext.parent[child] == tails.extent[origin]) & self._serves(child)
-        true &= self.arena.token[cell] == self.tokens[onward[origin]]
+        true &= self.arena.token[cell] == token[which]
         origin, cell, child = origin[true], cell[true], child[true]
-        stuck = at_end.copy()
-        stuck[origin] = False
-        into = _Tails(
-            tails.place[origin],
-            tails.count[origin] + 1,
-            cell,
-            child,
-            np.maximum(tails.depth[origin], self.ext.depth[child]),
-        )
-        kept = _picked(tails, stays)
-        columns = map(np.concatenate, zip(_columns(kept), _columns(into), strict=True))
-        return _Tails(*columns), _picked(tails, stuck)
+        depth = np.maximum(tails.depth[origin], self.ext.depth[child])
+        return origin, _Tails(tails.place[origin], tails.count[origin] + 1, cell, child, depth)
 
     def _equal(self, q: Int64Array, cell: Int64Array, step: int, room: Int64Array) -> Int64Array:
         """int64: how many tokens are equal from ``(q, cell)`` on in steps of +1 or -1."""
@@ -452,7 +443,7 @@ class _Search:
         """
         most = max(1, max(_ROUND_TOKENS, 4 * self.n) // width)
         allowed = np.ones(on.shape[0], dtype=np.bool_)
-        candidates = np.flatnonzero(on)
+        candidates = on.nonzero()[0]
         if candidates.shape[0] > most:
             ranked = np.argsort(-hope[candidates], kind="stable")
             allowed[candidates[ranked[most:]]] = False
@@ -463,7 +454,18 @@ def _columns(tails: _Tails) -> tuple[Int64Array, ...]:
     return tails.place, tails.count, tails.cell, tails.extent, tails.depth
 
 
-def _picked(tails: _Tails, which: BoolArray) -> _Tails:
+def _begins(differs: BoolArray) -> BoolArray:
+    """Where a new stretch begins, given where an item differs from the one before it."""
+    begins = np.ones(differs.shape[0] + 1, dtype=np.bool_)
+    begins[1:] = differs
+    return begins
+
+
+def _joined(tails: list[_Tails]) -> _Tails:
+    return _Tails(*map(np.concatenate, zip(*map(_columns, tails), strict=True)))
+
+
+def _picked(tails: _Tails, which: BoolArray | IntArray) -> _Tails:
     return _Tails(*(column[which] for column in _columns(tails)))
 
 

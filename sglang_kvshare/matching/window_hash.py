@@ -32,7 +32,7 @@ def window_sums(tokens: IntArray, window: int) -> UInt64Array:
         return np.empty(0, dtype=np.uint64)
     # `block` holds the sums of windows of `size` = 1, 2, 4, ... tokens; the powers of two that
     # make up w are put one behind the other: log2(w) vector steps, for windows of any length.
-    block = _mix(tokens.astype(np.uint64) + np.uint64(_BASE))
+    block = mixed(tokens.astype(np.uint64))
     total: UInt64Array | None = None
     covered, size = 0, 1
     while True:
@@ -49,8 +49,13 @@ def window_sums(tokens: IntArray, window: int) -> UInt64Array:
 
 
 def fingerprints(sums: UInt64Array, seed: int) -> UInt32Array:
-    """32 bits of each sum and of the seed. They only nominate: the caller compares tokens."""
-    return (_mix(sums + np.uint64(seed)) >> np.uint64(32)).astype(np.uint32)
+    """The upper 32 bits of each sum and the seed. They nominate: the caller compares tokens."""
+    return ((sums + np.uint64(seed)) >> np.uint64(32)).astype(np.uint32)
+
+
+def pair_sums(first: IntArray, second: IntArray) -> UInt64Array:
+    """uint64 ``[m]``, one for each pair of numbers from 0 to ``2**32 - 1``."""
+    return mixed((first.astype(np.uint64) << np.uint64(32)) | second.astype(np.uint64))
 
 
 def seed_of(domain: bytes, depth: int) -> int:
@@ -60,11 +65,16 @@ def seed_of(domain: bytes, depth: int) -> int:
 
 
 def _joined(front: UInt64Array, back: UInt64Array, back_size: int) -> UInt64Array:
-    return front * np.uint64(pow(_BASE, back_size, _WORD)) + back
+    joined = front * np.uint64(pow(_BASE, back_size, _WORD))
+    joined += back
+    return joined
 
 
-def _mix(values: UInt64Array) -> UInt64Array:
+def mixed(values: UInt64Array) -> UInt64Array:
     """splitmix64's finaliser: spreads small integers (token ids) over 64 bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values + np.uint64(_BASE)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values

@@ -6,7 +6,7 @@ merged, so that a lookup is one binary search in each of a few levels:
     oldest  [ 120,000 sorted entries ]  [ 9,000 ]  [ 700 ]  [ 40 ]  newest
 
 Nothing is searched for to be deleted. The owner knows from an entry's cell and stamp whether it is
-alive, lookups skip the dead, merges drop them, and the owner asks for :meth:`compact` in time.
+alive, lookups skip the dead, and the owner asks for :meth:`compact` before they are too many.
 """
 
 from __future__ import annotations
@@ -49,11 +49,17 @@ class WindowTable:
 
     Args:
         alive: whether entries count; a dead one never comes back to life.
+        entries: about as many as there will be.
     """
 
-    def __init__(self, alive: Alive) -> None:
+    def __init__(self, alive: Alive, entries: int) -> None:
         self._alive = alive
         self._levels: list[_Level] = []
+        # Whether a fingerprint that begins with these bits may be in a level: most windows of most
+        # prompts were never seen, and one look says so.
+        bits = min(32, max(8, (2 * entries - 1).bit_length()))
+        self._seen: BoolArray = np.zeros(1 << bits, dtype=np.bool_)
+        self._shift = np.uint32(32 - bits)
 
     def __len__(self) -> int:
         """Stored entries, dead ones included."""
@@ -61,63 +67,64 @@ class WindowTable:
 
     @property
     def nbytes(self) -> int:
-        return sum(level.nbytes for level in self._levels)
+        return int(self._seen.nbytes) + sum(level.nbytes for level in self._levels)
 
     def clear(self) -> None:
         self._levels.clear()
+        self._seen.fill(False)
 
     def add(self, prints: UInt32Array, cells: Int32Array, stamps: Int32Array) -> None:
-        """Add entries, the oldest first, that :data:`Alive` already accepts."""
-        if prints.shape[0] == 0:
+        """Add entries, the oldest first."""
+        entries = int(prints.shape[0])
+        if not entries:
             return
-        self._levels.append(_sorted([_Level(prints, cells, stamps)]))
-        count, entries = 1, len(self._levels[-1])
-        for older in map(len, reversed(self._levels[:-1])):
-            if older >= max(_SMALL_ENTRIES, _FANOUT * entries):
-                break
-            count, entries = count + 1, entries + older
-        if count > 1:
-            self._merge(count)
+        self._seen[prints >> self._shift] = True
+        parts = [_Level(prints, cells, stamps)]
+        while self._levels and len(self._levels[-1]) < max(_SMALL_ENTRIES, _FANOUT * entries):
+            parts.append(self._levels.pop())
+            entries += len(parts[-1])
+        self._levels.append(_merged(parts[::-1]))
 
     def compact(self, most: int) -> None:
-        """Drop every dead entry if there are more than ``most`` entries, dead ones included."""
-        if len(self) > most:
-            self._merge(len(self._levels))
+        """Drop the dead entries if there are more than ``most`` entries, dead ones included."""
+        if len(self) <= most:
+            return
+        levels = []
+        while self._levels:
+            level = self._levels.pop(0)
+            alive = self._alive(level.cells, level.stamps)
+            levels.append(_Level(level.prints[alive], level.cells[alive], level.stamps[alive]))
+        self._levels = [level for level in levels if len(level)]
+        self._seen.fill(False)
+        for level in self._levels:
+            self._seen[level.prints >> self._shift] = True
 
     def lookup(
         self, prints: UInt32Array, limit: int, alive: Alive
-    ) -> tuple[Int64Array, Int32Array]:
+    ) -> tuple[Int64Array, Int64Array]:
         """The newest ``limit`` entries of each query that ``alive`` accepts.
 
         Args:
-            prints: uint32 ``[k]``, ascending and distinct.
+            prints: uint32 ``[k]``; ascending is faster.
 
         Returns:
             ``(query, cell)``, arrays of equal length: an index into ``prints``, and a cell.
         """
+        seen = self._seen[prints >> self._shift].nonzero()[0]
+        prints = prints[seen]
         wanted = np.full(prints.shape[0], limit, dtype=np.int64)
-        found: list[tuple[Int64Array, Int32Array]] = []
+        found: list[tuple[Int64Array, Int64Array]] = []
         for level in reversed(self._levels):
-            low = np.searchsorted(level.prints, prints)
-            hit = np.flatnonzero(level.prints.take(low, mode="clip") == prints)
-            hit = hit[wanted[hit] > 0]
+            low = level.prints.searchsorted(prints)
+            equal = level.prints.take(low, mode="clip") == prints
+            equal &= wanted > 0
+            hit = equal.nonzero()[0]
             if hit.shape[0]:
-                high = np.searchsorted(level.prints, prints[hit], side="right")
+                high = level.prints.searchsorted(prints[hit], side="right")
                 found += _newest(level, hit, low[hit], high, wanted, alive)
         if not found:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-        return np.concatenate([q for q, _ in found]), np.concatenate([c for _, c in found])
-
-    def _merge(self, count: int) -> None:
-        """Make one level of the living entries of the newest ``count`` levels."""
-        parts = []
-        for level in self._levels[-count:]:
-            alive = self._alive(level.cells, level.stamps)
-            if not alive.all():
-                level = _Level(level.prints[alive], level.cells[alive], level.stamps[alive])
-            parts.append(level)
-        merged = _sorted(parts)
-        self._levels[-count:] = [merged] if len(merged) else []
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return seen[np.concatenate([q for q, _ in found])], np.concatenate([c for _, c in found])
 
 
 def _newest(
@@ -127,27 +134,32 @@ def _newest(
     high: Int64Array,
     wanted: Int64Array,
     alive: Alive,
-) -> list[tuple[Int64Array, Int32Array]]:
+) -> list[tuple[Int64Array, Int64Array]]:
     """Entries of the equal ranges ``[low, high)``, from the end on, until all have what they want.
 
     Dead entries are passed over in strides that double, so that many of them cost a logarithm of
     rounds. ``wanted`` is counted down.
     """
-    found: list[tuple[Int64Array, Int32Array]] = []
+    found: list[tuple[Int64Array, Int64Array]] = []
     stride = 1
     while hit.shape[0]:
-        take = np.minimum(high - low, wanted[hit] * stride)
+        want = wanted[hit]
+        take = np.minimum(high - low, want * stride)
         # One block for each query, newest entry first.
-        block_end = np.cumsum(take)
-        at = np.repeat(high - 1 + block_end - take, take) - np.arange(block_end[-1])
+        block_end = take.cumsum()
         owner = np.repeat(np.arange(hit.shape[0]), take)
-        counts = alive(level.cells[at], level.stamps[at])
-        if not counts.all() or stride > 1:
-            rank = np.cumsum(counts)
-            before = np.concatenate([[0], rank])[block_end - take]
-            counts &= rank - before[owner] <= wanted[hit][owner]
-            at, owner = at[counts], owner[counts]
-        found.append((hit[owner], level.cells[at]))
+        at = (high - 1 + block_end - take)[owner] - np.arange(owner.shape[0])
+        cells = level.cells[at].astype(np.int64)
+        counts = alive(cells, level.stamps[at])
+        if stride > 1:
+            rank = counts.cumsum()
+            counts &= rank - np.append(0, rank)[block_end - take][owner] <= want[owner]
+        elif counts.all():
+            found.append((hit[owner], cells))
+            wanted[hit] -= take
+            return found
+        owner = owner[counts]
+        found.append((hit[owner], cells[counts]))
         wanted[hit] -= np.bincount(owner, minlength=hit.shape[0])
         high = high - take
         more = (wanted[hit] > 0) & (high > low)
@@ -156,8 +168,8 @@ def _newest(
     return found
 
 
-def _sorted(levels: list[_Level]) -> _Level:
-    """One level of all entries of ``levels`` (the oldest first)."""
+def _merged(levels: list[_Level]) -> _Level:
+    """One level of all entries of ``levels``, the oldest first; they need not be sorted yet."""
     prints = np.concatenate([level.prints for level in levels])
     # Stable: the older stays first among equals; and fast on parts that are sorted already.
     order = np.argsort(prints, kind="stable")

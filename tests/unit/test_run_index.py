@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from run_oracle import Oracle, answered, covering, ints
 
+from sglang_kvshare.matching import extents, run_index, window_table
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 
@@ -17,6 +18,16 @@ pytestmark = pytest.mark.unit
 SHORTEST = 4
 POOL = 256
 EVERYTHING = 10_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tables():
+    """Tables that grow and merge after a few changes already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extents, "_FIRST_ROWS", 2)
+        patch.setattr(window_table, "_SMALL_ENTRIES", 8)
+        patch.setattr(run_index, "_DEAD_ENTRIES", 32)
+        yield
 
 
 class Both:
@@ -367,7 +378,8 @@ def test_a_long_run_is_found_behind_newer_short_ones():
     assert (run.start, run.length, run.last_slot) == (1, 200, 199)
 
 
-def test_the_dead_do_not_hide_the_living():
+def test_the_dead_do_not_hide_the_living(monkeypatch):
+    monkeypatch.setattr(run_index, "_DEAD_ENTRIES", 1024)
     index = RunIndex(20_000, 16)
     index.insert(0, b"a", ints(range(64)), ints(range(64)), -1)
     for copy in range(1, 100):
