@@ -80,6 +80,7 @@ class RunIndex:
             raise ValueError(f"a KV pool of {slots} slots; the run index takes 1 to {_LARGEST}")
         if min_run_tokens < 1:
             raise ValueError(f"min_run_tokens={min_run_tokens}: the least is 1")
+        self.slots = slots
         self.min_run_tokens = min_run_tokens
         self.window = (min_run_tokens + 1) // 2
         self._arena = Arena(slots, self.window)

@@ -449,7 +449,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
             assert (index.nodes_of(slots) == node.id).all()
             total += len(slots)
         assert index.live_tokens == total
-        assert int((index._node >= 0).sum()) == total
+        assert int((index.nodes_of(np.arange(index.slots)) >= 0).sum()) == total
 
     @invariant()
     def the_tree_holds_exact_values_only(self):
