@@ -21,7 +21,7 @@ import numpy as np
 
 from sglang_kvshare.matching.extents import Extents
 from sglang_kvshare.matching.holes import Holes
-from sglang_kvshare.matching.ragged import ranges
+from sglang_kvshare.matching.stretches import ranges
 from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array, IntArray
 
 NONE = -1

@@ -22,6 +22,7 @@ import numpy as np
 
 from sglang_kvshare.matching import run_search
 from sglang_kvshare.matching.arena import EDGE, NONE, Arena
+from sglang_kvshare.matching.stretches import firsts
 from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
 from sglang_kvshare.plan import Int32Array, Int64Array
@@ -378,11 +379,12 @@ class RunIndex:
             own.append(extent if count == ext.length[extent] else self._split(extent, count))
             done += count
         if done == slots.shape[0]:
-            return np.unique(np.array(own, dtype=np.int64))
-        slots = np.unique(slots)
+            return np.array(list(dict.fromkeys(own)), dtype=np.int64)
+        slots = slots[firsts(slots)]
         held = arena.extent_of[slots]
         held = held[held != NONE]
-        extents, counts = np.unique(held, return_counts=True)
+        extents = held[firsts(held)]
+        counts = np.bincount(held, minlength=ext.rows)[extents]
         whole = counts == ext.length[extents]
         own = extents[whole].tolist()
         for extent in extents[~whole].tolist():

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_kvshare.matching.arena import NONE, Arena
-from sglang_kvshare.matching.ragged import ranges
+from sglang_kvshare.matching.stretches import begins, firsts, ranges
 from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, pair_sums, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
 from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array, IntArray
@@ -157,7 +157,7 @@ class _Search:
             order |= number
             order.sort()
             prints = (order >> np.uint64(32)).astype(np.uint32)
-            group = _begins(prints[1:] != prints[:-1]).nonzero()[0]
+            group = begins(prints[1:] != prints[:-1]).nonzero()[0]
             which, cell = self.table.lookup(
                 prints[group], self.query.limit, self.arena.windows_alive
             )
@@ -177,7 +177,7 @@ class _Search:
             return np.empty(0, dtype=np.int64)
         hits = np.concatenate(found)
         hits.sort()
-        return hits[_begins(hits[1:] != hits[:-1])]
+        return hits[begins(hits[1:] != hits[:-1])]
 
     def _numbers(self, cell: Int64Array, end: Int64Array) -> Int64Array:
         return (cell - end + self.n) << self.shift | end
@@ -198,7 +198,7 @@ class _Search:
     ) -> _Segments:
         follows = hits[1:] - hits[:-1] == self.w
         follows &= extent[1:] == extent[:-1]
-        first = _begins(~follows).nonzero()[0]
+        first = begins(~follows).nonzero()[0]
         last = np.append(first[1:], hits.shape[0]) - 1
         at = extent[first]
         depth = self.ext.depth[at].astype(np.int64)
@@ -279,12 +279,12 @@ class _Search:
         # One run for each beginning, the first in order: other branches that stop earlier are not
         # maximal, and following a run from both of its parts finds it twice.
         beginning = (start * self.arena.slot.shape[0] + head)[order]
-        order = order[np.sort(np.unique(beginning, return_index=True)[1])]
+        order = order[np.sort(firsts(beginning))]
         if self.query.covering and order.shape[0]:
             # By start, the longest first; what does not reach further than those before is inside.
             by_start = order[np.argsort(start[order], kind="stable")]
             reached = np.maximum.accumulate(end[by_start])
-            further = _begins(end[by_start][1:] > reached[:-1])
+            further = begins(end[by_start][1:] > reached[:-1])
             keep = np.zeros(start.shape[0], dtype=np.bool_)
             keep[by_start[further]] = True
             order = order[keep[order]]
@@ -357,7 +357,7 @@ class _Search:
                     width *= 4
                 behind = self.ext.position[extent] + edge - self.ext.start[extent]
                 hope = known[live] + count[live] + np.minimum(left, behind)
-                on = self._affordable(done, width, hope)
+                on = self._affordable(done, width, hope, left)
                 live, left, edge, extent = live[on], left[on], edge[on], extent[on]
         return _Heads(count, first, depth)
 
@@ -397,7 +397,7 @@ class _Search:
                 if done.all():
                     width *= 4
                 hope = known[live.place] + self.n - q[live.place]
-                on = self._affordable(done, width, hope)
+                on = self._affordable(done, width, hope, q[live.place])
                 finished.append(_picked(live, ~on))
                 live = _picked(live, on)
         return _joined(finished) if finished else live
@@ -436,29 +436,30 @@ class _Search:
             return np.zeros(q.shape[0], dtype=np.int64)
         return np.where(differ.any(axis=1), differ.argmax(axis=1), room)
 
-    def _affordable(self, on: BoolArray, width: int, hope: Int64Array) -> BoolArray:
-        """Which places may go on: of those in ``on``, the ones of most hope that a round can pay.
+    def _affordable(self, on: BoolArray, width: int, hope: Int64Array, at: Int64Array) -> BoolArray:
+        """Which places may go on: of those in ``on``, as many as a round of ``width`` can pay.
 
-        Only where ``limit`` cut hits off do many places go on beyond what their windows promise.
+        Only where ``limit`` cut hits off do many places go on beyond what their windows promise:
+        one token repeated makes a run of any two places. Half of those that go on are the ones of
+        most hope, half are spread over the prompt, so that all of it is covered.
         """
-        most = max(1, max(_ROUND_TOKENS, 4 * self.n) // width)
+        most = max(2, max(_ROUND_TOKENS, 4 * self.n) // width)
         allowed = np.ones(on.shape[0], dtype=np.bool_)
         candidates = on.nonzero()[0]
         if candidates.shape[0] > most:
-            ranked = np.argsort(-hope[candidates], kind="stable")
-            allowed[candidates[ranked[most:]]] = False
+            allowed[candidates] = False
+            ranked = candidates[np.argsort(-hope[candidates], kind="stable")]
+            allowed[ranked[: most // 2]] = True
+            rest = ranked[most // 2 :]
+            rest = rest[np.argsort(at[rest], kind="stable")]
+            allowed[rest[np.linspace(0, rest.shape[0] - 1, most - most // 2).astype(np.int64)]] = (
+                True
+            )
         return allowed
 
 
 def _columns(tails: _Tails) -> tuple[Int64Array, ...]:
     return tails.place, tails.count, tails.cell, tails.extent, tails.depth
-
-
-def _begins(differs: BoolArray) -> BoolArray:
-    """Where a new stretch begins, given where an item differs from the one before it."""
-    begins = np.ones(differs.shape[0] + 1, dtype=np.bool_)
-    begins[1:] = differs
-    return begins
 
 
 def _joined(tails: list[_Tails]) -> _Tails:

@@ -429,7 +429,7 @@ def test_matching_has_no_side_effects():
 
 def test_the_index_stays_bounded_when_the_same_content_comes_and_goes():
     both = Both(128)
-    for turn in range(400):
+    for turn in range(150):
         both.insert(turn, b"n%d" % (turn % 3), range(64), range(64))
         both.remove(list(range(64)))
         assert both.index.entries <= both.index.most_entries
