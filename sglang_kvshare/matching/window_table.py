@@ -30,7 +30,7 @@ _SMALL_ENTRIES = 512
 
 @dataclass(frozen=True)
 class _Level:
-    """Entries sorted by fingerprint; among equal ones the older comes first."""
+    """Entries sorted by fingerprint; among equal ones the newer comes first."""
 
     prints: UInt32Array
     cells: Int32Array
@@ -79,11 +79,11 @@ class WindowTable:
         if not entries:
             return
         self._seen[prints >> self._shift] = True
-        parts = [_Level(prints, cells, stamps)]
+        parts = [_Level(prints[::-1], cells[::-1], stamps[::-1])]
         while self._levels and len(self._levels[-1]) < max(_SMALL_ENTRIES, _FANOUT * entries):
             parts.append(self._levels.pop())
             entries += len(parts[-1])
-        self._levels.append(_merged(parts[::-1]))
+        self._levels.append(_merged(parts))
 
     def compact(self, most: int) -> None:
         """Drop the dead entries if there are more than ``most`` entries, dead ones included."""
@@ -114,14 +114,13 @@ class WindowTable:
         prints = prints[seen]
         wanted = np.full(prints.shape[0], limit, dtype=np.int64)
         found: list[tuple[Int64Array, Int64Array]] = []
-        for level in reversed(self._levels):
+        for level in self._levels[::-1]:
             low = level.prints.searchsorted(prints)
             equal = level.prints.take(low, mode="clip") == prints
             equal &= wanted > 0
             hit = equal.nonzero()[0]
             if hit.shape[0]:
-                high = level.prints.searchsorted(prints[hit], side="right")
-                found += _newest(level, hit, low[hit], high, wanted, alive)
+                found += _newest(level, prints, hit, low[hit], wanted, alive)
         if not found:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         return seen[np.concatenate([q for q, _ in found])], np.concatenate([c for _, c in found])
@@ -129,49 +128,45 @@ class WindowTable:
 
 def _newest(
     level: _Level,
+    prints: UInt32Array,
     hit: Int64Array,
     low: Int64Array,
-    high: Int64Array,
     wanted: Int64Array,
     alive: Alive,
 ) -> list[tuple[Int64Array, Int64Array]]:
-    """Entries of the equal ranges ``[low, high)``, from the end on, until all have what they want.
+    """Entries from ``low`` on that equal ``prints[hit]``, until all have what they want.
 
     Dead entries are passed over in strides that double, so that many of them cost a logarithm of
     rounds. ``wanted`` is counted down.
     """
     found: list[tuple[Int64Array, Int64Array]] = []
-    stride = 1
+    width = int(wanted[hit].max())
     while hit.shape[0]:
-        want = wanted[hit]
-        take = np.minimum(high - low, want * stride)
-        # One block for each query, newest entry first.
-        block_end = take.cumsum()
-        owner = np.repeat(np.arange(hit.shape[0]), take)
-        at = (high - 1 + block_end - take)[owner] - np.arange(owner.shape[0])
+        at = low[:, None] + np.arange(width)
+        equal = level.prints.take(at, mode="clip") == prints[hit][:, None]
+        equal &= at < len(level)
+        owner, column = equal.nonzero()
+        at = low[owner] + column
         cells = level.cells[at].astype(np.int64)
         counts = alive(cells, level.stamps[at])
-        if stride > 1:
+        want = wanted[hit]
+        if not counts.all() or want.min() < width:
             rank = counts.cumsum()
-            counts &= rank - np.append(0, rank)[block_end - take][owner] <= want[owner]
-        elif counts.all():
-            found.append((hit[owner], cells))
-            wanted[hit] -= take
-            return found
-        owner = owner[counts]
-        found.append((hit[owner], cells[counts]))
+            before = np.append(0, rank)[owner.searchsorted(np.arange(hit.shape[0]))]
+            counts &= rank - before[owner] <= want[owner]
+            owner, cells = owner[counts], cells[counts]
+        found.append((hit[owner], cells))
         wanted[hit] -= np.bincount(owner, minlength=hit.shape[0])
-        high = high - take
-        more = (wanted[hit] > 0) & (high > low)
-        hit, low, high = hit[more], low[more], high[more]
-        stride *= 2
+        more = equal[:, -1] & (wanted[hit] > 0)
+        hit, low = hit[more], low[more] + width
+        width *= 2
     return found
 
 
 def _merged(levels: list[_Level]) -> _Level:
-    """One level of all entries of ``levels``, the oldest first; they need not be sorted yet."""
+    """One level of all entries of ``levels``, the newest first; they need not be sorted yet."""
     prints = np.concatenate([level.prints for level in levels])
-    # Stable: the older stays first among equals; and fast on parts that are sorted already.
+    # Stable: the newer stays first among equals; and fast on parts that are sorted already.
     order = np.argsort(prints, kind="stable")
     return _Level(
         prints[order],
