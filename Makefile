@@ -9,11 +9,11 @@ MODEL := smollm2-135m-instruct
 MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test kits soak lint format bench clean
+.PHONY: help env model demo test kits soak lint format bench bench-index clean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 env: ## make or update the environment (.venv, and the packages in the cache)
 	@PYTHON='$(PYTHON)' SGLANG_KVSHARE_CACHE='$(CACHE)' scripts/env.sh
@@ -44,6 +44,9 @@ format: env ## let ruff rewrite the sources
 
 bench: model ## measure the time to the first token with and without reuse
 	@$(PY) -m kvshare_eval.serving.bench_reuse --model '$(MODEL_DIR)'
+
+bench-index: env ## measure matching: time, memory and upkeep of the run index
+	@OMP_NUM_THREADS=1 $(PY) -m kvshare_eval.matching.bench_index
 
 clean: ## remove what was made in this checkout; the cache stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

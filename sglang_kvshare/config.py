@@ -77,7 +77,7 @@ class KVShareConfig:
     )
     min_run_tokens: int = _option(
         16,
-        "Shortest run of equal tokens that is reused; also the window of the rolling hash.",
+        "Shortest run of equal tokens that is reused; windows of half of it are hashed.",
         low=4,
         high=1024,
     )

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+IntArray = Int32Array | Int64Array
 BoolArray = npt.NDArray[np.bool_]
 
 

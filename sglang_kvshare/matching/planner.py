@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+from bisect import bisect_right
 
-from sglang_kvshare.matching.run_index import Run, RunIndex
-from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
-
-#: Runs considered for one prompt, the longest first. Repetitive text yields one run for every
-#: pair of repetitions; the longest few cover it.
-MAX_RUNS = 4096
+from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.plan import Int64Array, ReusePlan, Span
 
 
 def plan_reuse(
@@ -27,46 +23,56 @@ def plan_reuse(
         tokens: int64 ``[n]``, the whole prompt.
         prefix_tokens: ``P``, the exact prefix that the radix tree serves.
         namespace: trust domain of the request.
-        limit: see :meth:`RunIndex.find_runs`.
+        limit, max_depth: see :meth:`RunIndex.find_runs`.
     """
-    # A run may reach into the prefix, so that windows begin w - 1 tokens before its end; the
-    # last token of the prompt is always computed and so never matched.
-    origin = max(0, prefix_tokens - index.window + 1)
-    body = tokens[origin : tokens.shape[0] - 1]
-    runs = index.find_runs(body, namespace, limit, max_depth=max_depth)
-    free = np.ones(body.shape[0], dtype=np.bool_)
-    free[: prefix_tokens - origin] = False
+    # The last token of the prompt is always computed and so never matched.
+    body = tokens[prefix_tokens : tokens.shape[0] - 1]
+    free = _Free(body.shape[0], index.min_run_tokens)
     spans: list[Span] = []
-    for run in runs[:MAX_RUNS]:
-        pieces = _free_pieces(free, run, index.window)
-        if not pieces:
-            continue
-        slots = index.run_slots(run)
-        source = index.position_of(run.last_slot) - run.length + 1
-        for start, end in pieces:
-            free[start:end] = False
+    for run in index.covering_runs(body, namespace, limit, max_depth=max_depth):
+        for start, end in free.take(run.start, run.end):
             offset = start - run.start
             spans.append(
                 Span(
-                    start + origin,
-                    source + offset,
-                    slots[offset : offset + end - start],
-                    depth=int(index._depth[slots].max()),
+                    start=start + prefix_tokens,
+                    source=run.source + offset,
+                    slots=index.run_slots(run, offset, end - run.start),
+                    depth=run.depth,
                 )
             )
+        if not free:
+            break
     spans.sort(key=lambda span: span.start)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans))
 
 
-def _free_pieces(free: BoolArray, run: Run, shortest: int) -> list[tuple[int, int]]:
-    """The stretches of ``run`` that no longer run has taken, none below ``shortest`` tokens."""
-    window = free[run.start : run.end]
-    if window.all():
-        return [(run.start, run.end)] if run.length >= shortest else []
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], window, [False]])))
-    starts, ends = edges[::2] + run.start, edges[1::2] + run.start
-    return [
-        (int(start), int(end))
-        for start, end in zip(starts, ends, strict=True)
-        if end - start >= shortest
-    ]
+class _Free:
+    """Stretches of the prompt that no run has taken yet; what is too short for a span is gone."""
+
+    def __init__(self, tokens: int, shortest: int) -> None:
+        self._shortest = shortest
+        self._starts = [0] if tokens >= shortest else []
+        self._ends = [tokens] if tokens >= shortest else []
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def take(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Take what is free of ``[start, end)``, in stretches that are long enough for a span."""
+        low = bisect_right(self._ends, start)
+        high = low
+        taken: list[tuple[int, int]] = []
+        rest: list[tuple[int, int]] = []
+        while high < len(self._starts) and self._starts[high] < end:
+            free_start, free_end = self._starts[high], self._ends[high]
+            part = max(start, free_start), min(end, free_end)
+            if part[1] - part[0] >= self._shortest:
+                taken.append(part)
+                rest += (free_start, part[0]), (part[1], free_end)
+            else:
+                rest.append((free_start, free_end))
+            high += 1
+        rest = [(a, b) for a, b in rest if b - a >= self._shortest]
+        self._starts[low:high] = [a for a, _ in rest]
+        self._ends[low:high] = [b for _, b in rest]
+        return taken

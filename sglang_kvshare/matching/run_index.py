@@ -1,47 +1,66 @@
 """Exact token runs at any offset: an index over the contents of a radix tree.
 
-Every cached token occupies one KV slot that one tree node owns, so that the index is a set of
-arrays over slots, bounded by the pool's size:
+Tokens lie in an :class:`~sglang_kvshare.matching.arena.Arena`. What makes them searchable is one
+fingerprint for every ``w`` of them, of the window that ends at a position ``w - 1``, ``2w - 1``,
+``3w - 1``, ... of its sequence:
 
-    tree     root -- [a b c d] -- [e f]            slots   7 3 4 9   2 5
-                              \\-- [x y z]                  .         8 6 1
-    previous(2) = 9   previous(8) = 9   previous(7) = none
+    position   0       w      2w      3w      4w
+    donor      |-------|-------|-------|-------|--       windows in the table
+    run            |================|                    at least 2w - 1 tokens long,
+                       |-------|                         and so it holds a whole window
 
-The window that *ends* in a token is unique (a token has one path to the root), and so each slot
-contributes one entry: the hash of the last ``w`` tokens of its path. A prompt's windows are looked
-up all at once; hits that follow each other on a donor's path are chained into maximal runs. All
-windows of a run are in the index, so that a chain is the greedy extension both ways.
+A prompt's windows are looked up at every offset, so that each run of ``min_run_tokens >= 2w - 1``
+is found. :mod:`~sglang_kvshare.matching.run_search` makes runs of the hits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_kvshare.matching.window_hash import UInt64Array, mix, window_hashes
+from sglang_kvshare.matching import run_search
+from sglang_kvshare.matching.arena import EDGE, NONE, Arena
+from sglang_kvshare.matching.stretches import firsts
+from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.plan import Int32Array, Int64Array
 
-_NONE = -1
+_LARGEST = 2**31 - 1
+#: Dead entries that the table may always hold, and the share of the living that they may reach.
+_DEAD_ENTRIES, _DEAD_SHARE = 1024, 0.25
 
 
 @dataclass(frozen=True)
 class Run:
     """A maximal run: prompt ``[start, end)`` equals the donor tokens that end in ``last_slot``.
 
-    ``chain`` holds the donor slots from the end of the run's first window on, where the run is
-    the only one with that beginning; ``None`` sends :meth:`RunIndex.run_slots` along the path.
+    Attributes:
+        depth: the largest provenance depth in it.
+        source: position of the first donor token in the donor's own sequence.
+        cells: where the index keeps the donor tokens, as ``(first, after the last)`` pieces; good
+            until the index changes.
     """
 
     start: int
     end: int
     last_slot: int
-    chain: Int64Array | None = field(default=None, compare=False, repr=False)
+    depth: int = 0
+    source: int = field(default=0, compare=False)
+    cells: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def length(self) -> int:
         return self.end - self.start
+
+
+@dataclass
+class _Domain:
+    """A trust domain that holds at least one token."""
+
+    number: int
+    tokens_by_depth: Counter[int] = field(default_factory=Counter)
 
 
 class RunIndex:
@@ -51,55 +70,83 @@ class RunIndex:
 
     Args:
         slots: size of the KV pool; slots are numbered ``0 .. slots - 1``.
-        window: ``w`` = the shortest run that is found, in tokens.
+        min_run_tokens: the shortest run that is found, in tokens.
+
+    Raises:
+        ValueError: a pool that 32-bit numbers do not reach.
     """
 
-    def __init__(self, slots: int, window: int) -> None:
-        self.window = window
-        self._token = np.zeros(slots, dtype=np.int64)
-        self._position = np.zeros(slots, dtype=np.int64)
-        self._previous = np.full(slots, _NONE, dtype=np.int64)
-        self._namespace = np.full(slots, _NONE, dtype=np.int64)
-        self._node = np.full(slots, _NONE, dtype=np.int64)
-        self._depth = np.zeros(slots, dtype=np.int64)
-        self._hash: UInt64Array = np.zeros(slots, dtype=np.uint64)
-        self._table = WindowTable(self._hash)
-        self._live = 0
-        # Namespaces that hold at least one token: name -> number, and number -> [name, tokens].
-        self._numbers: dict[bytes, int] = {}
-        self._usage: dict[int, tuple[bytes, int]] = {}
-        self._next_number = 0
+    def __init__(self, slots: int, min_run_tokens: int) -> None:
+        if not 0 < slots <= _LARGEST:
+            raise ValueError(f"a KV pool of {slots} slots; the run index takes 1 to {_LARGEST}")
+        if min_run_tokens < 1:
+            raise ValueError(f"min_run_tokens={min_run_tokens}: the least is 1")
+        self.slots = slots
+        self.min_run_tokens = min_run_tokens
+        self.window = (min_run_tokens + 1) // 2
+        self._arena = Arena(slots, self.window)
+        self._table = WindowTable(self._arena.alive, slots // self.window)
+        self._domains: dict[bytes, _Domain] = {}
+        self._names: dict[int, bytes] = {}
+        self._next_domain = 0
 
     @property
     def live_tokens(self) -> int:
         """Cached tokens that the index knows."""
-        return self._live
+        return self._arena.live_tokens
 
     @property
     def namespaces(self) -> int:
-        return len(self._numbers)
+        return len(self._domains)
+
+    @property
+    def fragments(self) -> int:
+        """Stretches in which the tokens lie: one a node or more."""
+        return len(self._arena.extents)
 
     @property
     def entries(self) -> int:
-        """Table entries, dead ones included; at most twice the live ones and a constant."""
+        """Table entries, dead ones included; at most :meth:`most_entries`."""
         return len(self._table)
 
     @property
+    def most_entries(self) -> int:
+        """The bound on :attr:`entries`."""
+        living = self.live_tokens // self.window + 2 * self.fragments
+        return int((1 + _DEAD_SHARE) * living) + _DEAD_ENTRIES
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, names of namespaces not counted."""
-        arrays = (value for value in vars(self).values() if isinstance(value, np.ndarray))
-        return sum(array.nbytes for array in arrays) + self._table.nbytes
+        """Bytes of all arrays."""
+        return self._arena.nbytes + self._table.nbytes
 
     def holds(self, slot: int) -> bool:
-        return bool(self._namespace[slot] != _NONE)
+        return bool(self._arena.extent_of[slot] != NONE)
 
     def node_of(self, slot: int) -> int:
         """Number of the tree node that owns ``slot``, or -1."""
-        return int(self._node[slot])
+        return int(self.nodes_of(np.array([slot]))[0])
 
     def nodes_of(self, slots: Int64Array) -> Int64Array:
         """int64 ``[m]``: the numbers of the nodes that own ``slots``, -1 where none does."""
-        return self._node[slots]
+        extents = self._arena.extent_of[slots]
+        return np.where(extents == NONE, NONE, self._arena.extents.node[extents])
+
+    def position_of(self, slot: int) -> int:
+        """Position of a cached token in its own sequence.
+
+        Raises:
+            KeyError: the index does not hold ``slot``.
+        """
+        extent = int(self._arena.extent_of[slot])
+        if extent == NONE:
+            raise KeyError(slot)
+        ext = self._arena.extents
+        start = int(ext.start[extent])
+        inside = self._arena.slot[start : start + int(ext.length[extent])] == slot
+        return int(ext.position[extent]) + int(inside.argmax())
+
+    # --- upkeep ------------------------------------------------------------------------------
 
     def insert(
         self,
@@ -112,193 +159,301 @@ class RunIndex:
         position: int | None = None,
         depth: int = 0,
     ) -> None:
-        """Add a tree node's tokens.
+        """Add tokens of a tree node.
 
         Args:
             node: number of the node, 0 or above.
             namespace: trust domain; equal bytes mean the same one.
-            tokens, slots: int64 ``[m]``; ``slots`` must be free in the index.
-            parent_slot: slot of the token before the first one on the path, or -1 at the root.
+            tokens, slots: int ``[m]``; ``slots`` must be free in the index.
+            parent_slot: slot of the token before the first one on the path, or -1 where there is
+                none in the index.
+            position: of the first token in its sequence; asked for in the middle of a sequence
+                whose tokens before it are not in the index, otherwise it follows from the parent.
+            depth: provenance of the values in ``slots``, 0 = exact.
 
         Raises:
-            ValueError: a slot is in the index already: two owners of one slot.
+            ValueError: a slot is in the index already (two owners of one slot), the parent is
+                not or is another namespace's, or a token id does not fit.
         """
         if slots.shape[0] == 0:
             return
-        if (self._namespace[slots] != _NONE).any():
+        arena, ext = self._arena, self._arena.extents
+        ids = _token_ids(tokens)
+        if ids.shape != slots.shape:
+            raise ValueError(f"{ids.shape[0]} tokens for {slots.shape[0]} slots")
+        if (arena.extent_of[slots] != NONE).any():
             raise ValueError("a KV slot would have two owners in the run index")
-        number = self._number_for(namespace, slots.shape[0])
-        self._token[slots] = tokens
-        self._previous[slots[1:]] = slots[:-1]
-        self._previous[slots[0]] = parent_slot
-        first = int(self._position[parent_slot]) + 1 if parent_slot != _NONE else position or 0
-        self._depth[slots] = depth
-        self._position[slots] = np.arange(first, first + slots.shape[0])
-        self._namespace[slots] = number
-        self._node[slots] = node
-        self._live += slots.shape[0]
+        parent = self._ending_in(parent_slot) if parent_slot != NONE else NONE
+        if parent != NONE:
+            follows = int(ext.position[parent] + ext.length[parent])
+            if position is not None and position != follows:
+                raise ValueError(f"position {position} after a parent that ends at {follows}")
+            if self._names[int(ext.domain[parent])] != namespace:
+                raise ValueError("a child of another namespace than its parent")
+            position = follows
+        elif position is None:
+            if parent_slot != NONE:
+                raise ValueError(
+                    f"slot {parent_slot} is not in the run index: use -1 and a position"
+                )
+            position = 0
+        # What the first windows see of the tokens before.
+        above = list(arena.upwards(parent, self.window - 1))[::-1]
+        domain = self._count(namespace, depth, ids.shape[0])
+        cells, extents = arena.append(
+            ids,
+            slots,
+            parent=parent,
+            position=position,
+            node=node,
+            domain=domain.number,
+            depth=depth,
+        )
 
-        context = self._context(parent_slot)
-        hashes = window_hashes(np.concatenate([context, tokens]), self.window, _seed(namespace))
-        # The first tokens of a path end no full window.
-        ending = slots[slots.shape[0] - hashes.shape[0] :]
-        self._hash[ending] = hashes
-        self._table.add(hashes, ending)
+        # The table's new entries: windows, then the edges that lead to the new extents.
+        context = [arena.token[low:high] for _, low, high in above]
+        reach = sum(map(len, context))
+        window = self.window
+        # Offset of the first new token that ends a window, in step with the sequence.
+        first = (window - 1 - position) % window
+        if first + reach < window - 1:
+            first += window
+        begins = first + reach - (window - 1)
+        sums = window_sums(np.concatenate([*context, ids]), window)[begins::window]
+        prints = [fingerprints(sums, seed_of(namespace, depth))]
+        # At most one window has tokens of both sides of the seam; the deepest of them counts.
+        deepest = max((int(ext.depth[e]) for e in _from_offset(above, begins)), default=0)
+        if deepest > depth and sums.shape[0]:
+            prints[0][0] = fingerprints(sums[:1], seed_of(namespace, deepest))[0]
+        ending = [cells[first::window]]
+        stamp = ext.stamp[extents[0]]
+        stamps = [np.full(sums.shape[0], stamp, dtype=np.int32)]
+        linked = extents if parent != NONE else extents[1:]
+        if linked.shape[0]:
+            prints.append(self._edge_prints(linked))
+            ending.append(ext.start[linked].astype(np.int64))
+            stamps.append(np.full(linked.shape[0], stamp ^ EDGE, dtype=np.int32))
+        self._table.add(
+            np.concatenate(prints),
+            np.concatenate(ending).astype(np.int32),
+            np.concatenate(stamps),
+        )
+        self._table.compact(self.most_entries)
 
     def reassign(self, node: int, slots: Int64Array) -> None:
         """The tokens in ``slots`` belong to another node now: a node was split."""
-        self._node[slots[self._namespace[slots] != _NONE]] = node
-
-    def discard(self, slots: Int64Array) -> None:
-        """Forget tokens although the tree still owns them."""
-        self.remove(slots)
+        # First the extents, since splitting them may move the columns of the table.
+        own = self._of_their_own(slots)
+        self._arena.extents.node[own] = node
 
     def remove(self, slots: Int64Array) -> None:
-        """Forget tokens that leave the tree. Their descendants must have left before."""
-        slots = slots[self._namespace[slots] != _NONE]
-        if slots.shape[0] == 0:
+        """Forget tokens; slots that the index does not hold are passed over.
+
+        Descendants that stay are found as before, in runs that begin with their own tokens.
+        """
+        gone = self._of_their_own(slots)
+        if gone.shape[0] == 0:
             return
-        number = int(self._namespace[slots[0]])
-        self._namespace[slots] = _NONE
-        self._node[slots] = _NONE
-        self._previous[slots] = _NONE
-        self._hash[slots] = 0
-        self._live -= slots.shape[0]
-        name, tokens = self._usage[number]
-        if tokens == slots.shape[0]:
-            del self._usage[number], self._numbers[name]
+        ext = self._arena.extents
+        for extent in gone.tolist():
+            self._uncount(int(ext.domain[extent]), int(ext.depth[extent]), int(ext.length[extent]))
+        self._arena.forget(gone)
+        if self.live_tokens:
+            self._table.compact(self.most_entries)
         else:
-            self._usage[number] = (name, tokens - slots.shape[0])
-        self._table.compact(self._live)
+            self._table.clear()
+
+    def discard(self, slots: Int64Array) -> None:
+        """Forget tokens that are no donors any more, although the tree still owns their slots."""
+        self.remove(slots)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._namespace.fill(_NONE)
-        self._node.fill(_NONE)
-        self._previous.fill(_NONE)
-        self._hash.fill(0)
+        self._arena.clear()
         self._table.clear()
-        self._live = 0
-        self._numbers.clear()
-        self._usage.clear()
+        self._domains.clear()
+        self._names.clear()
+
+    # --- lookup ------------------------------------------------------------------------------
 
     def find_runs(
         self, tokens: Int64Array, namespace: bytes, limit: int, *, max_depth: int = 0
     ) -> list[Run]:
-        """All maximal runs of at least ``window`` tokens that ``tokens`` shares with the index.
+        """Maximal runs of at least ``min_run_tokens`` that ``tokens`` shares with the index.
+
+        A run begins where the tokens before differ (or there are none), and goes on for as long
+        as any branch of the tree agrees; of several branches the longest counts. When no window of
+        the prompt is indexed at more than ``limit`` places of one depth, and no token has more
+        than 64 equal successors, these are all maximal runs. Otherwise they are those that
+        hold one of the newest ``limit`` places of a window; a run may then be cut short where
+        following it would cost more than a small multiple of the prompt.
 
         Args:
-            tokens: int64 ``[n]``.
+            tokens: int ``[n]``.
             namespace: only tokens of this namespace match.
-            limit: cached places looked at for a window, in every level of the table.
+            limit: cached places looked at for a window, the newest first.
+            max_depth: only tokens of this depth or less match.
 
         Returns:
-            Longest first; ties by start, then by slot, so that the order is the same everywhere.
+            Longest first; then lower depth, start, slot, so that the order is the same everywhere.
         """
-        number = self._numbers.get(namespace)
-        if number is None or tokens.shape[0] < self.window:
-            return []
-        hashes = window_hashes(tokens, self.window, _seed(namespace))
-        query, slot = self._table.lookup(hashes, limit)
-        # From here on a pair (end, slot) says: the prompt's window that ends at `end` equals the
-        # `w` tokens of a donor's path that end in `slot`.
-        end, slot = self._verified(tokens, query + self.window - 1, slot, number, max_depth)
-        if end.shape[0] == 0:
-            return []
-        return self._chained(end, slot)
+        return self._runs(tokens, namespace, limit, max_depth, covering=False)
 
-    def run_slots(self, run: Run) -> Int64Array:
-        """int64 ``[length]``: the donor slots of a run, in order."""
-        chain = np.empty(0, dtype=np.int64) if run.chain is None else run.chain
-        last = run.last_slot if run.chain is None else int(self._previous[chain[0]])
-        # All but the chain: w - 1 slots, or the whole run where runs branch, which they do only
-        # when pages that differ begin with the same tokens.
-        head: list[int] = []
-        for _ in range(run.length - chain.shape[0]):
-            head.append(last)
-            last = int(self._previous[last])
-        return np.concatenate([np.array(head[::-1], dtype=np.int64), chain])
+    def covering_runs(
+        self, tokens: Int64Array, namespace: bytes, limit: int, *, max_depth: int = 0
+    ) -> list[Run]:
+        """The runs of :meth:`find_runs`, in its order, without those that lie inside another one.
 
-    def position_of(self, slot: int) -> int:
-        """Position of a cached token in its own sequence."""
-        return int(self._position[slot])
-
-    def _number_for(self, namespace: bytes, tokens: int) -> int:
-        number = self._numbers.get(namespace)
-        if number is None:
-            number = self._next_number
-            self._next_number += 1
-            self._numbers[namespace] = number
-            self._usage[number] = (namespace, 0)
-        self._usage[number] = (namespace, self._usage[number][1] + tokens)
-        return number
-
-    def _context(self, slot: int) -> Int64Array:
-        """The last ``w - 1`` tokens of the path that ends in ``slot``."""
-        context: list[int] = []
-        while slot != _NONE and len(context) < self.window - 1:
-            context.append(int(self._token[slot]))
-            slot = int(self._previous[slot])
-        return np.array(context[::-1], dtype=np.int64)
-
-    def _verified(
-        self, tokens: Int64Array, end: Int64Array, slot: Int64Array, number: int, max_depth: int
-    ) -> tuple[Int64Array, Int64Array]:
-        """Keep the pairs whose ``w`` tokens are equal and in the namespace; a hash proves nothing.
-
-        Returns them sorted by (end, slot) and without repetition.
+        A plan that takes the longest run first has no use for the others.
         """
-        equal = (self._namespace[slot] == number) & (self._depth[slot] <= max_depth)
-        at = slot
-        for back in range(self.window):
-            equal &= (at != _NONE) & (self._token[at] == tokens[end - back])
-            at = self._previous[at]
-        key = np.unique(end[equal] * self._token.shape[0] + slot[equal])
-        verified_end, verified_slot = np.divmod(key, self._token.shape[0])
-        return verified_end, verified_slot
+        return self._runs(tokens, namespace, limit, max_depth, covering=True)
 
-    def _chained(self, end: Int64Array, slot: Int64Array) -> list[Run]:
-        """Join pairs (end - 1, previous(slot)) -> (end, slot) into maximal runs."""
-        pairs = end.shape[0]
-        key = end * self._token.shape[0] + slot
-        before = (end - 1) * self._token.shape[0] + self._previous[slot]
-        at = np.minimum(np.searchsorted(key, before), pairs - 1)
-        linked = (key[at] == before) & (self._previous[slot] != _NONE)
-        # Pointer doubling: after k rounds every pair knows how far its chain reaches 2**k back.
-        jump = np.where(linked, at, np.arange(pairs))
-        steps = linked.astype(np.int64)
-        while (jump != jump[jump]).any():
-            steps += steps[jump]
-            jump = jump[jump]
-        is_last = np.ones(pairs, dtype=np.bool_)
-        is_last[at[linked]] = False
-        last = np.flatnonzero(is_last)
-        # Pairs with one beginning, in order: a chain, unless runs branch from it.
-        by_root = np.lexsort((end, jump))
-        low = np.searchsorted(jump[by_root], jump[last], side="left")
-        high = np.searchsorted(jump[by_root], jump[last], side="right")
-        chained = slot[by_root]
-        stop, length = end[last] + 1, steps[last] + self.window
-        order = np.lexsort((slot[last], stop - length, -length))
-        runs: list[Run] = []
-        for i in order.tolist():
-            alone = high[i] - low[i] == length[i] - self.window + 1
-            runs.append(
-                Run(
-                    start=int(stop[i] - length[i]),
-                    end=int(stop[i]),
-                    last_slot=int(slot[last[i]]),
-                    chain=chained[low[i] : high[i]] if alone else None,
-                )
-            )
+    def run_slots(self, run: Run, start: int = 0, end: int | None = None) -> Int64Array:
+        """int64: the donor slots of tokens ``[start, end)`` of a run, in order."""
+        parts: list[Int32Array] = [self._arena.slot[:0]]
+        offset = 0
+        end = run.length if end is None else end
+        for low, high in run.cells:
+            inside = slice(low + max(0, start - offset), min(high, low + end - offset))
+            if inside.start < inside.stop:
+                parts.append(self._arena.slot[inside])
+            offset += high - low
+        slots: Int64Array = np.concatenate(parts).astype(np.int64)
+        return slots
+
+    def _runs(
+        self, tokens: Int64Array, namespace: bytes, limit: int, max_depth: int, *, covering: bool
+    ) -> list[Run]:
+        domain = self._domains.get(namespace)
+        if domain is None or tokens.shape[0] < self.min_run_tokens:
+            return []
+        query = run_search.Query(
+            tokens=_token_ids(tokens),
+            domain=domain.number,
+            seeds=tuple(
+                seed_of(namespace, depth)
+                for depth in sorted(domain.tokens_by_depth)
+                if depth <= max_depth
+            ),
+            limit=limit,
+            max_depth=max_depth,
+            min_run_tokens=self.min_run_tokens,
+            covering=covering,
+        )
+        found = run_search.search(self._arena, self._table, query)
+        arena, ext = self._arena, self._arena.extents
+        runs = []
+        for start, end, depth, pieces in found:
+            extent, low, _ = pieces[0]
+            source = int(ext.position[extent]) + low - int(ext.start[extent])
+            last_slot = int(arena.slot[pieces[-1][2] - 1])
+            cells = tuple((low, high) for _, low, high in pieces)
+            runs.append(Run(start, end, last_slot, depth, source, cells))
         return runs
 
+    # --- details -----------------------------------------------------------------------------
 
-def _seed(namespace: bytes) -> int:
-    """A 64-bit number of the namespace. It only spreads hashes: equality is checked by number."""
-    words = np.frombuffer(namespace + b"\0" * (-len(namespace) % 8), dtype=np.uint64)
-    seed = np.uint64(len(namespace))
-    with np.errstate(over="ignore"):
-        for word in words:
-            seed = mix(np.array([seed ^ word], dtype=np.uint64) + np.uint64(1))[0]
-    return int(seed)
+    def _ending_in(self, slot: int) -> int:
+        """The extent that ends in ``slot``, split off if need be; -1 if the index lacks it."""
+        arena, ext = self._arena, self._arena.extents
+        extent = int(arena.extent_of[slot])
+        if extent == NONE:
+            return NONE
+        start, length = int(ext.start[extent]), int(ext.length[extent])
+        if arena.slot[start + length - 1] == slot:
+            return extent
+        return self._split(extent, int((arena.slot[start : start + length] == slot).argmax()) + 1)
+
+    def _of_their_own(self, slots: Int64Array) -> Int64Array:
+        """The extents that hold ``slots`` and nothing else; extents are split to that end."""
+        arena, ext = self._arena, self._arena.extents
+        own: list[int] = []
+        done = 0
+        # Nearly always the slots are those of a node, or of its beginning, in order.
+        while done < slots.shape[0]:
+            extent = int(arena.extent_of[slots[done]])
+            start = int(ext.start[extent])
+            count = min(int(ext.length[extent]), slots.shape[0] - done)
+            if (
+                extent == NONE
+                or (arena.slot[start : start + count] != slots[done : done + count]).any()
+            ):
+                break
+            own.append(extent if count == ext.length[extent] else self._split(extent, count))
+            done += count
+        if done == slots.shape[0]:
+            return np.array(list(dict.fromkeys(own)), dtype=np.int64)
+        slots = slots[firsts(slots)]
+        held = arena.extent_of[slots]
+        held = held[held != NONE]
+        extents = held[firsts(held)]
+        counts = np.bincount(held, minlength=ext.rows)[extents]
+        whole = counts == ext.length[extents]
+        own = extents[whole].tolist()
+        for extent in extents[~whole].tolist():
+            start, length = int(ext.start[extent]), int(ext.length[extent])
+            inside = np.isin(arena.slot[start : start + length], slots)
+            cuts = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+            before = 0
+            for cut in cuts.tolist():
+                upper = self._split(extent, cut - before)
+                if inside[before]:
+                    own.append(upper)
+                before = cut
+            if inside[before]:
+                own.append(extent)
+        return np.array(own, dtype=np.int64)
+
+    def _split(self, extent: int, tokens: int) -> int:
+        upper = self._arena.split(extent, tokens)
+        lower = np.array([extent])
+        ext = self._arena.extents
+        self._table.add(self._edge_prints(lower), ext.start[lower].copy(), ext.stamp[lower] ^ EDGE)
+        return upper
+
+    def _edge_prints(self, extents: Int64Array) -> UInt32Array:
+        ext = self._arena.extents
+        parents = ext.parent[extents]
+        last = ext.start[parents] + ext.length[parents] - 1
+        return run_search.edge_prints(last, self._arena.token[ext.start[extents]])
+
+    def _count(self, namespace: bytes, depth: int, tokens: int) -> _Domain:
+        domain = self._domains.get(namespace)
+        if domain is None:
+            domain = self._domains[namespace] = _Domain(self._next_domain)
+            self._names[domain.number] = namespace
+            self._next_domain = (self._next_domain + 1) % _LARGEST
+        domain.tokens_by_depth[depth] += tokens
+        return domain
+
+    def _uncount(self, number: int, depth: int, tokens: int) -> None:
+        name = self._names[number]
+        tokens_by_depth = self._domains[name].tokens_by_depth
+        tokens_by_depth[depth] -= tokens
+        if not tokens_by_depth[depth]:
+            del tokens_by_depth[depth]
+        if not tokens_by_depth:
+            del self._domains[name], self._names[number]
+
+
+def _from_offset(pieces: list[tuple[int, int, int]], offset: int) -> list[int]:
+    """The extents of a context's tokens from ``offset`` on."""
+    found, at = [], 0
+    for extent, low, high in pieces:
+        at += high - low
+        if at > offset:
+            found.append(extent)
+    return found
+
+
+def _token_ids(tokens: Int64Array) -> Int32Array:
+    """As int32.
+
+    Raises:
+        ValueError: an id that is negative or above 2**31 - 1; cut to 32 bits it would be another.
+    """
+    if tokens.shape[0] and not (tokens.min() >= 0 and tokens.max() <= _LARGEST):
+        raise ValueError(
+            f"token ids from {tokens.min()} to {tokens.max()}: allowed are 0 to {_LARGEST}"
+        )
+    return tokens.astype(np.int32)

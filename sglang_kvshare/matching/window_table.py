@@ -1,44 +1,73 @@
-"""A multimap from window hashes to KV slots that grows and shrinks with the cache.
+"""A multimap from fingerprints to cells that grows and shrinks with the cache.
 
-Log-structured: every insertion appends one sorted level, and levels of like size are merged, so
-that a lookup is one binary search in each of at most ``log2(entries)`` levels and an insertion
-costs an amortised logarithm. Entries are never searched for to be deleted: a slot's current hash
-(``hash_of``) says which of its entries is alive, and merges drop the dead ones.
+Log-structured: an insertion is merged into the newest sorted level, and levels of like size are
+merged, so that a lookup is one binary search in each of a few levels:
+
+    oldest  [ 120,000 sorted entries ]  [ 9,000 ]  [ 700 ]  [ 40 ]  newest
+
+Nothing is searched for to be deleted. The owner knows from an entry's cell and stamp whether it is
+alive, lookups skip the dead, and the owner asks for :meth:`compact` before they are too many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvshare.matching.window_hash import UInt64Array
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.matching.window_hash import UInt32Array
+from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array
+
+#: ``alive(cells, stamps)``: which entries stand for something.
+Alive = Callable[[Int32Array, Int32Array], BoolArray]
+
+#: A level is merged into the one before it when that one is less than this many times as large.
+_FANOUT = 8
+#: A level smaller than this takes in whatever comes: sorting it costs less than searching two.
+_SMALL_ENTRIES = 512
 
 
 @dataclass(frozen=True)
 class _Level:
-    """Entries sorted by hash; among equal hashes the older comes first."""
+    """Entries sorted by fingerprint; among equal ones the newer comes first."""
 
-    hashes: UInt64Array
-    slots: Int64Array
+    prints: UInt32Array
+    cells: Int32Array
+    stamps: Int32Array
+
+    def __len__(self) -> int:
+        return int(self.prints.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.prints.nbytes + self.cells.nbytes + self.stamps.nbytes)
 
 
 class WindowTable:
-    """Hash -> slots, the most recently added first, at most ``limit`` a lookup.
+    """Fingerprint -> cells, the most recently added first.
 
     Args:
-        hash_of: uint64 ``[slots]``, shared with the owner: the hash of the window that ends in a
-            slot. An entry ``(h, s)`` counts only while ``hash_of[s] == h``.
+        alive: whether entries count; a dead one never comes back to life.
+        entries: about as many as there will be.
     """
 
-    def __init__(self, hash_of: UInt64Array) -> None:
-        self._hash_of = hash_of
+    def __init__(self, alive: Alive, entries: int) -> None:
+        self._alive = alive
         self._levels: list[_Level] = []
+        # Whether a fingerprint that begins with these bits may be in a level: most windows of most
+        # prompts were never seen, and one look says so.
+        bits = min(32, max(8, (2 * entries - 1).bit_length()))
+        self._seen: BoolArray = np.zeros(1 << bits, dtype=np.bool_)
+        self._shift = np.uint32(32 - bits)
 
     def __len__(self) -> int:
         """Stored entries, dead ones included."""
-        return sum(level.slots.shape[0] for level in self._levels)
+        return sum(map(len, self._levels))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._seen.nbytes) + sum(level.nbytes for level in self._levels)
 
     @property
     def nbytes(self) -> int:
@@ -47,67 +76,105 @@ class WindowTable:
 
     def clear(self) -> None:
         self._levels.clear()
+        self._seen.fill(False)
 
-    def add(self, hashes: UInt64Array, slots: Int64Array) -> None:
-        """Add entries whose ``hash_of`` the owner has set already."""
-        if slots.shape[0] == 0:
+    def add(self, prints: UInt32Array, cells: Int32Array, stamps: Int32Array) -> None:
+        """Add entries, the oldest first."""
+        entries = int(prints.shape[0])
+        if not entries:
             return
-        order = np.argsort(hashes, kind="stable")
-        self._levels.append(_Level(hashes[order], slots[order]))
-        while len(self._levels) > 1 and (
-            self._levels[-2].slots.shape[0] < 2 * self._levels[-1].slots.shape[0]
-        ):
-            newer, older = self._levels.pop(), self._levels.pop()
-            self._levels.append(self._merged([older, newer]))
+        self._seen[prints >> self._shift] = True
+        parts = [_Level(prints[::-1], cells[::-1], stamps[::-1])]
+        while self._levels and len(self._levels[-1]) < max(_SMALL_ENTRIES, _FANOUT * entries):
+            parts.append(self._levels.pop())
+            entries += len(parts[-1])
+        self._levels.append(_merged(parts))
 
-    def compact(self, live: int) -> None:
-        """Rebuild when more than half of the entries are dead; ``live`` is the owner's count."""
-        if len(self) > 2 * live + 1024:
-            self._levels = [self._merged(self._levels)] if live else []
+    def compact(self, most: int) -> None:
+        """Drop the dead entries if there are more than ``most`` entries, dead ones included."""
+        if len(self) <= most:
+            return
+        levels = []
+        while self._levels:
+            level = self._levels.pop(0)
+            alive = self._alive(level.cells, level.stamps)
+            levels.append(_Level(level.prints[alive], level.cells[alive], level.stamps[alive]))
+        self._levels = [level for level in levels if len(level)]
+        self._seen.fill(False)
+        for level in self._levels:
+            self._seen[level.prints >> self._shift] = True
 
-    def lookup(self, hashes: UInt64Array, limit: int) -> tuple[Int64Array, Int64Array]:
-        """Live slots of each query.
+    def lookup(
+        self, prints: UInt32Array, limit: int, alive: Alive
+    ) -> tuple[Int64Array, Int64Array]:
+        """The newest ``limit`` entries of each query that ``alive`` accepts.
 
         Args:
-            hashes: uint64 ``[n]``.
-            limit: entries looked at for a query, in every level, the newest first.
+            prints: uint32 ``[k]``; ascending is faster.
 
         Returns:
-            ``(query, slot)``, int64 arrays of equal length, in no particular order; a pair may
-            occur twice.
+            ``(query, cell)``, arrays of equal length: an index into ``prints``, and a cell.
         """
-        queries: list[Int64Array] = []
-        slots: list[Int64Array] = []
-        for level in self._levels:
-            low = np.searchsorted(level.hashes, hashes, side="left")
-            hit = np.flatnonzero(level.hashes[np.minimum(low, level.hashes.shape[0] - 1)] == hashes)
-            if hit.shape[0] == 0:
-                continue
-            high = np.searchsorted(level.hashes, hashes[hit], side="right")
-            # Newest entries are the last of an equal range.
-            for back in range(limit):
-                at = high - 1 - back
-                inside = at >= low[hit]
-                if not inside.any():
-                    break
-                queries.append(hit[inside].astype(np.int64))
-                slots.append(level.slots[at[inside]])
-        if not queries:
+        seen = self._seen[prints >> self._shift].nonzero()[0]
+        prints = prints[seen]
+        wanted = np.full(prints.shape[0], limit, dtype=np.int64)
+        found: list[tuple[Int64Array, Int64Array]] = []
+        for level in self._levels[::-1]:
+            low = level.prints.searchsorted(prints)
+            equal = level.prints.take(low, mode="clip") == prints
+            equal &= wanted > 0
+            hit = equal.nonzero()[0]
+            if hit.shape[0]:
+                found += _newest(level, prints, hit, low[hit], wanted, alive)
+        if not found:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        query, slot = np.concatenate(queries), np.concatenate(slots)
-        live = self._hash_of[slot] == hashes[query]
-        return query[live], slot[live]
+        return seen[np.concatenate([q for q, _ in found])], np.concatenate([c for _, c in found])
 
-    def _merged(self, levels: list[_Level]) -> _Level:
-        """One level of the live entries of ``levels`` (oldest level first)."""
-        hashes = np.concatenate([level.hashes for level in levels])
-        slots = np.concatenate([level.slots for level in levels])
-        live = self._hash_of[slots] == hashes
-        # A slot that left and came back with the same content has two living entries: the newer
-        # one stays. (The sort is stable, so that among equals the older comes first.)
-        pairs = np.lexsort((slots, hashes))
-        again = (hashes[pairs[:-1]] == hashes[pairs[1:]]) & (slots[pairs[:-1]] == slots[pairs[1:]])
-        live[pairs[:-1][again]] = False
-        hashes, slots = hashes[live], slots[live]
-        order = np.argsort(hashes, kind="stable")
-        return _Level(hashes[order], slots[order])
+
+def _newest(
+    level: _Level,
+    prints: UInt32Array,
+    hit: Int64Array,
+    low: Int64Array,
+    wanted: Int64Array,
+    alive: Alive,
+) -> list[tuple[Int64Array, Int64Array]]:
+    """Entries from ``low`` on that equal ``prints[hit]``, until all have what they want.
+
+    Dead entries are passed over in strides that double, so that many of them cost a logarithm of
+    rounds. ``wanted`` is counted down.
+    """
+    found: list[tuple[Int64Array, Int64Array]] = []
+    width = int(wanted[hit].max())
+    while hit.shape[0]:
+        at = low[:, None] + np.arange(width)
+        equal = level.prints.take(at, mode="clip") == prints[hit][:, None]
+        equal &= at < len(level)
+        owner, column = equal.nonzero()
+        at = low[owner] + column
+        cells = level.cells[at].astype(np.int64)
+        counts = alive(cells, level.stamps[at])
+        want = wanted[hit]
+        if not counts.all() or want.min() < width:
+            rank = counts.cumsum()
+            before = np.append(0, rank)[owner.searchsorted(np.arange(hit.shape[0]))]
+            counts &= rank - before[owner] <= want[owner]
+            owner, cells = owner[counts], cells[counts]
+        found.append((hit[owner], cells))
+        wanted[hit] -= np.bincount(owner, minlength=hit.shape[0])
+        more = equal[:, -1] & (wanted[hit] > 0)
+        hit, low = hit[more], low[more] + width
+        width *= 2
+    return found
+
+
+def _merged(levels: list[_Level]) -> _Level:
+    """One level of all entries of ``levels``, the newest first; they need not be sorted yet."""
+    prints = np.concatenate([level.prints for level in levels])
+    # Stable: the newer stays first among equals; and fast on parts that are sorted already.
+    order = np.argsort(prints, kind="stable")
+    return _Level(
+        prints[order],
+        np.concatenate([level.cells for level in levels])[order],
+        np.concatenate([level.stamps for level in levels])[order],
+    )
