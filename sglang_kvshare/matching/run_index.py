@@ -262,6 +262,7 @@ class RunIndex:
             self._table.compact(self.most_entries)
         else:
             self._table.clear()
+            ext.clear()
 
     def discard(self, slots: Int64Array) -> None:
         """Forget tokens that are no donors any more, although the tree still owns their slots."""

@@ -69,11 +69,6 @@ class WindowTable:
     def nbytes(self) -> int:
         return int(self._seen.nbytes) + sum(level.nbytes for level in self._levels)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the entries, ``hash_of`` not counted."""
-        return sum(level.hashes.nbytes + level.slots.nbytes for level in self._levels)
-
     def clear(self) -> None:
         self._levels.clear()
         self._seen.fill(False)
