@@ -258,7 +258,11 @@ class RunIndex:
         for extent in gone.tolist():
             self._uncount(int(ext.domain[extent]), int(ext.depth[extent]), int(ext.length[extent]))
         self._arena.forget(gone)
-        self._table.compact(self.most_entries)
+        if self.live_tokens:
+            self._table.compact(self.most_entries)
+        else:
+            self._table.clear()
+            ext.clear()
 
     def discard(self, slots: Int64Array) -> None:
         """Forget tokens that are no donors any more, although the tree still owns their slots."""

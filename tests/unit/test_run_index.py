@@ -240,6 +240,7 @@ def test_a_slot_that_comes_back_elsewhere_never_gives_its_old_position():
     """The entries of the first life are still in the table; stamps tell the lives apart."""
     for shift in range(1, 9):
         both = Both(64, 6)
+        both.insert(1, b"a", range(100, 120), range(40, 60))
         both.insert(0, b"a", range(30), range(30))
         before = both.index.entries
         both.remove(list(range(30)))
@@ -437,6 +438,16 @@ def test_the_index_stays_bounded_when_the_same_content_comes_and_goes():
     both.check_state(128)
     assert both.index.entries <= 1024 + 64
     both.check(range(64))
+
+
+def test_its_bytes_are_told_without_a_scan():
+    index = RunIndex(4096, SHORTEST)
+    empty = index.nbytes
+    assert empty >= 4096
+    index.insert(0, b"a", ints(range(4000)), ints(range(4000)), -1)
+    assert index.nbytes > empty
+    index.remove(ints(range(4000)))
+    assert index.nbytes == empty
 
 
 @settings(max_examples=60, deadline=None)
