@@ -18,7 +18,9 @@ def cached_tokens_details(original: Any, self: Any, req: Any) -> dict[str, Any]:
     details = original(self, req) or {"device": 0, "host": 0}
     state = state_of(req)
     report = ReuseReport(reason="unsupported_request") if state is None else state.report
-    return {**details, PARAMS_KEY: report.to_dict()}
+    # SGLang has counted a branch as a prefix here; what is approximate never counts as cached.
+    exact = {"device": req.cached_tokens}
+    return {**details, **exact, PARAMS_KEY: report.to_dict()}
 
 
 def openai_details(original: Any, details: dict[str, Any]) -> Any:

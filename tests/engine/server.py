@@ -264,6 +264,7 @@ def check_counts(answer: Answer, prompt_tokens: int) -> None:
     assert report["new_tokens"] >= 1, report
     assert report["refreshed_tokens"] == 0, report
     assert report["prefix_tokens"] == answer.cached, (report, answer.cached)
+    assert answer.meta["cached_tokens_details"]["device"] == answer.cached, answer.meta
     assert report["decision"] in ("reuse", "none"), report
     assert (report["decision"] == "reuse") or not any(answer.counts[1:2]), report
     given = {reason.name: reason.decisions for reason in REASONS}
