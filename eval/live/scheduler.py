@@ -9,7 +9,7 @@ lists; requests still pass through the wire format. Between two turns the thread
 that its state may be read and changed without a lock.
 
 SGLang reads its platform and its test switches when it is imported, and builds one scheduler a
-process: call :func:`prepare` first, and give every scheduler a process of its own
+process: import nothing of it before, and give every scheduler a process of its own
 (:mod:`kvshare_eval.live.process` makes that cheap).
 
 Seams: ``Scheduler.init_ipc_channels``, ``init_idle_sleeper`` and
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_kvshare.config import ENV_RESOLVED, ENV_SWITCH, KVShareConfig
+from sglang_kvshare.config import ENV_PREFIX, ENV_SWITCH, KVShareConfig, option_fields
 
 #: A turn that takes longer hangs.
 TURN_SECONDS = 120.0
@@ -39,9 +39,10 @@ _FOREIGN = ("KVSHARE", "SGLANG")
 
 
 def prepare(kvshare: KVShareConfig) -> None:
-    """Set this process's environment as a scheduler child of ``--kvshare`` has it.
+    """Ask for KVShare in this process's environment, as one does for ``sglang.Engine``.
 
-    Must run before SGLang is imported.
+    Must run before SGLang is imported, which reads the platform and the checks then; the settings
+    are read when a scheduler is made.
     """
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
@@ -51,8 +52,11 @@ def prepare(kvshare: KVShareConfig) -> None:
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         "HF_HUB_OFFLINE": "1",
         ENV_SWITCH: "1",
-        ENV_RESOLVED: kvshare.to_json(),
     }
+    for option in option_fields():
+        value = getattr(kvshare, option.name)
+        if value != option.default:
+            os.environ[ENV_PREFIX + option.name.upper()] = str(value)
 
 
 @dataclass(frozen=True)
@@ -166,10 +170,11 @@ class _Gate:
 class LiveScheduler:
     """A scheduler over the model in ``model``; keyword arguments are those of ``ServerArgs``.
 
-    Call :func:`prepare` first. Only one can be made in a process.
+    Only one can be made in a process.
     """
 
-    def __init__(self, model: Path | str, **server_args: Any) -> None:
+    def __init__(self, model: Path | str, kvshare: KVShareConfig, **server_args: Any) -> None:
+        prepare(kvshare)
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
@@ -192,6 +197,7 @@ class LiveScheduler:
         self.scheduler = _scheduler_class()(
             args, PortArgs.init_new(args), self._gate, self._inbox, self._outbox
         )
+        assert self.cache.config == kvshare, self.cache.config
         self.args = args
         self.model = str(model)
         self.turns = 0

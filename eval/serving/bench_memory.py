@@ -175,12 +175,15 @@ class Traffic:
 
 
 def build(folder: Path) -> LiveScheduler:
-    from kvshare_eval.live.scheduler import LiveScheduler, prepare
+    from kvshare_eval.live.scheduler import LiveScheduler
 
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    prepare(KVShareConfig(min_run_tokens=8, min_saved_tokens=1, seam_tokens=2, tail_tokens=2))
     return LiveScheduler(
         folder,
+        # A model of this size gains nothing, and the gate would say so.
+        KVShareConfig(
+            min_run_tokens=8, min_saved_tokens=1, seam_tokens=2, tail_tokens=2, gate="off"
+        ),
         load_format="dummy",
         page_size=PAGE_SIZE,
         max_total_tokens=POOL_TOKENS,

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from reference import Reference
 from tiny_models import VOCAB, TinyModel
 
-from kvshare_eval.live.scheduler import Finished, LiveScheduler, prepare
+from kvshare_eval.live.scheduler import Finished, LiveScheduler
 from sglang_kvshare.config import KVShareConfig
 
 WINDOW = 8
@@ -104,7 +104,10 @@ def build(config: LiveConfig, folder: Path) -> Bench:
     torch.set_num_threads(1)
     # SGLang warns of each retraction and each refused flush.
     logging.disable(logging.WARNING)
-    prepare(
+    models = [tiny(0), tiny(1)]
+    folders = [model.write(folder / str(number)) for number, model in enumerate(models)]
+    live = LiveScheduler(
+        folders[0],
         KVShareConfig(
             min_run_tokens=WINDOW,
             min_saved_tokens=1,
@@ -113,12 +116,7 @@ def build(config: LiveConfig, folder: Path) -> Bench:
             narrow_layer=config.narrow_layer,
             # Tiny models gain nothing; what is tried here must not hang on the clock.
             gate="off",
-        )
-    )
-    models = [tiny(0), tiny(1)]
-    folders = [model.write(folder / str(number)) for number, model in enumerate(models)]
-    live = LiveScheduler(
-        folders[0],
+        ),
         page_size=config.page_size,
         max_total_tokens=config.pool,
         chunked_prefill_size=config.chunk,
