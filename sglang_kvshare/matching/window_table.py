@@ -145,15 +145,17 @@ def _newest(
         at = low[:, None] + np.arange(width)
         equal = level.prints.take(at, mode="clip") == prints[hit][:, None]
         equal &= at < len(level)
-        owner, column = equal.nonzero()
-        at = low[owner] + column
+        inside = equal.ravel().nonzero()[0]
+        owner, at = inside // width, at.ravel()[inside]
         cells = level.cells[at].astype(np.int64)
         counts = alive(cells, level.stamps[at])
         want = wanted[hit]
-        if not counts.all() or want.min() < width:
+        if want.min() < width:
             rank = counts.cumsum()
-            before = np.append(0, rank)[owner.searchsorted(np.arange(hit.shape[0]))]
+            ends = np.bincount(owner, minlength=hit.shape[0]).cumsum()
+            before = np.append(0, rank)[np.append(0, ends[:-1])]
             counts &= rank - before[owner] <= want[owner]
+        if not counts.all():
             owner, cells = owner[counts], cells[counts]
         found.append((hit[owner], cells))
         wanted[hit] -= np.bincount(owner, minlength=hit.shape[0])
