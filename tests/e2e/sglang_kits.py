@@ -114,11 +114,13 @@ def cache_hit(
     sizes: Sizes,
     folder: Path,
     later_turn_tokens: int = 0,
+    in_flight: int = 64,
 ) -> dict[str, Any]:
     """Conversations over ``texts``, which take the place of a data set to download (ShareGPT).
 
     Args:
         later_turn_tokens: of every question after the first; 0: as long as that.
+        in_flight: conversations that ask at the same time.
     """
     data_set = folder / "sharegpt.json"
     turns = [[{"value": text}, {"value": ""}] for text in texts]
@@ -131,6 +133,7 @@ def cache_hit(
         request_length=sizes.turn_tokens,
         output_length=sizes.answer_tokens,
         sub_question_input_length=later_turn_tokens,
+        max_parallel=in_flight,
         dataset_path=str(data_set),
         seed=seed,
     )

@@ -48,9 +48,9 @@ SMALL = Sizes(
     rounds=3,
     turn_tokens=96,
     answer_tokens=8,
-    kl_prompts=6,
-    kl_prompt_tokens=120,
-    kl_answer_tokens=12,
+    kl_prompts=5,
+    kl_prompt_tokens=112,
+    kl_answer_tokens=6,
     filler_times=30,
 )
 LARGE = Sizes(
@@ -295,9 +295,10 @@ class TestTinyModel:
             if mode == "off":
                 continue
             texts = shared_random_texts(bench.tokenizer, seed, 40, bench.sizes.turn_tokens)
-            arguments = (bench.model, texts, seed, bench.sizes, tmp_path, 12)
+            arguments = (bench.model, texts, seed, bench.sizes, tmp_path)
             with bench.tap(mode, seed, count_found=mode == "approximate") as tap:
-                kits.cache_hit(tap.url, *arguments)
+                # One after the other, so that the second conversation finds the first one's.
+                kits.cache_hit(tap.url, *arguments, later_turn_tokens=12, in_flight=1)
             assert mode not in ("approximate", "ratio_1") or found_tokens(tap.answers) > 0
 
     def test_kl_divergence_kit(self, bench):
