@@ -26,6 +26,7 @@ SEQUENCE_TOKENS = (400, 3000)
 #: Part of a cached sequence that is passages; part of the passages that are hot ones.
 PASSAGE_SHARE, HOT_SHARE = 0.6, 0.2
 COPIES, HOT_PASSAGES = 4, 20
+STRETCH_SLOTS = 16
 
 
 class Texts:
@@ -115,8 +116,10 @@ class Cache:
         self.pool = tokens + max(tokens // 20, SEQUENCE_TOKENS[1])
         self.index = RunIndex(self.pool, min_run_tokens)
         self.upkeep = Upkeep()
-        # A pool that has served for long hands slots out in no order.
-        self._free = deque(self.random.permutation(self.pool).tolist())
+        # A pool that has served for long hands slots out in short stretches that are in order.
+        stretches = np.array_split(np.arange(self.pool), self.pool // STRETCH_SLOTS)
+        order = self.random.permutation(len(stretches))
+        self._free = deque(np.concatenate([stretches[i] for i in order]).tolist())
         self._sequences: deque[_Cached] = deque()
         self._numbers = 0
         self._parents: dict[bytes, int] = {}

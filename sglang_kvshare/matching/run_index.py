@@ -112,8 +112,11 @@ class RunIndex:
     @property
     def most_entries(self) -> int:
         """The bound on :attr:`entries`."""
-        living = self.live_tokens // self.window + 2 * self.fragments
-        return int((1 + _DEAD_SHARE) * living) + _DEAD_ENTRIES
+        return int((1 + _DEAD_SHARE) * self._most_living) + _DEAD_ENTRIES
+
+    @property
+    def _most_living(self) -> int:
+        return self.live_tokens // self.window + 2 * self.fragments
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +241,6 @@ class RunIndex:
             np.concatenate(ending).astype(np.int32),
             np.concatenate(stamps),
         )
-        self._table.compact(self.most_entries)
 
     def reassign(self, node: int, slots: Int64Array) -> None:
         """The tokens in ``slots`` belong to another node now: a node was split."""
@@ -257,8 +259,12 @@ class RunIndex:
         ext = self._arena.extents
         for extent in gone.tolist():
             self._uncount(int(ext.domain[extent]), int(ext.depth[extent]), int(ext.length[extent]))
+        before = self.live_tokens
         self._arena.forget(gone)
         if self.live_tokens:
+            died = (before - self.live_tokens) // self.window + 2 * gone.shape[0]
+            # Begin half way, so that a sweep is over before the bound is reached.
+            self._table.sweep(died, (self._most_living + self.most_entries) // 2)
             self._table.compact(self.most_entries)
         else:
             self._table.clear()

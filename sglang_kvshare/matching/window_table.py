@@ -6,7 +6,7 @@ merged, so that a lookup is one binary search in each of a few levels:
     oldest  [ 120,000 sorted entries ]  [ 9,000 ]  [ 700 ]  [ 40 ]  newest
 
 Nothing is searched for to be deleted. The owner knows from an entry's cell and stamp whether it is
-alive, lookups skip the dead, and the owner asks for :meth:`compact` before they are too many.
+alive, lookups skip the dead, and a sweep drops them before they are too many.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ Alive = Callable[[Int32Array, Int32Array], BoolArray]
 _FANOUT = 8
 #: A level smaller than this takes in whatever comes: sorting it costs less than searching two.
 _SMALL_ENTRIES = 512
+#: Entries looked at in a sweep for one that died: a sweep ends before a sixteenth more have died.
+_SWEEP = 16
+_PRINTS = 1 << 32
+#: Stamp of entries that a sweep found dead; the owner uses others.
+_DEAD = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class WindowTable:
     def __init__(self, alive: Alive, entries: int) -> None:
         self._alive = alive
         self._levels: list[_Level] = []
+        #: Fingerprints below have been looked at in the sweep under way; 0: there is none.
+        self._swept = 0
         # Whether a fingerprint that begins with these bits may be in a level: most windows of most
         # prompts were never seen, and one look says so.
         bits = min(32, max(8, (2 * entries - 1).bit_length()))
@@ -72,6 +79,7 @@ class WindowTable:
     def clear(self) -> None:
         self._levels.clear()
         self._seen.fill(False)
+        self._swept = 0
 
     def add(self, prints: UInt32Array, cells: Int32Array, stamps: Int32Array) -> None:
         """Add entries, the oldest first."""
@@ -85,19 +93,33 @@ class WindowTable:
             entries += len(parts[-1])
         self._levels.append(_merged(parts))
 
-    def compact(self, most: int) -> None:
-        """Drop the dead entries if there are more than ``most`` entries, dead ones included."""
-        if len(self) <= most:
+    def sweep(self, dead: int, start: int) -> None:
+        """Mark dead entries little by little, and drop them once all entries have been looked at.
+
+        Args:
+            dead: entries that died since the last call; some times as many are looked at.
+            start: a new sweep begins when there are more entries than this.
+        """
+        entries = len(self)
+        if entries == 0 or (self._swept == 0 and entries <= start):
             return
-        levels = []
-        while self._levels:
-            level = self._levels.pop(0)
-            alive = self._alive(level.cells, level.stamps)
-            levels.append(_Level(level.prints[alive], level.cells[alive], level.stamps[alive]))
-        self._levels = [level for level in levels if len(level)]
-        self._seen.fill(False)
+        # By ranges of fingerprints, which stay what they are when levels are merged meanwhile.
+        low = self._swept
+        high = min(_PRINTS, low + 1 + _PRINTS * _SWEEP * dead // entries)
         for level in self._levels:
-            self._seen[level.prints >> self._shift] = True
+            first = level.prints.searchsorted(np.uint32(low))
+            last = level.prints.searchsorted(np.uint32(high - 1), side="right")
+            stamps = level.stamps[first:last]
+            stamps[~self._alive(level.cells[first:last], stamps)] = _DEAD
+        self._swept = high % _PRINTS
+        if self._swept == 0:
+            self._drop([level.stamps != _DEAD for level in self._levels])
+
+    def compact(self, most: int) -> None:
+        """Drop the dead entries now if there are more than ``most`` entries, dead ones included."""
+        if len(self) > most:
+            self._drop([self._alive(level.cells, level.stamps) for level in self._levels])
+            self._swept = 0
 
     def lookup(
         self, prints: UInt32Array, limit: int, alive: Alive
@@ -124,6 +146,15 @@ class WindowTable:
         if not found:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         return seen[np.concatenate([q for q, _ in found])], np.concatenate([c for _, c in found])
+
+    def _drop(self, kept: list[BoolArray]) -> None:
+        levels, self._levels = self._levels, []
+        self._seen.fill(False)
+        for level, keep in zip(levels, kept, strict=True):
+            if keep.any():
+                level = _Level(level.prints[keep], level.cells[keep], level.stamps[keep])
+                self._levels.append(level)
+                self._seen[level.prints >> self._shift] = True
 
 
 def _newest(

@@ -383,9 +383,9 @@ def test_the_dead_do_not_hide_the_living(monkeypatch):
     monkeypatch.setattr(run_index, "_DEAD_ENTRIES", 1024)
     index = RunIndex(20_000, 16)
     index.insert(0, b"a", ints(range(64)), ints(range(64)), -1)
-    for copy in range(1, 100):
+    for copy in range(1, 50):
         index.insert(copy, b"a", ints(range(64)), ints(range(64 * copy, 64 * copy + 64)), -1)
-    index.remove(ints(range(64, 64 * 100)))
+    index.remove(ints(range(64, 64 * 50)))
     assert index.entries > 100, "the test needs dead entries"
     [run] = index.find_runs(ints(range(64)), b"a", 1)
     assert (run.length, run.last_slot) == (64, 63)

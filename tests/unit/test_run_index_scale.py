@@ -12,6 +12,7 @@ from kvshare_eval.matching.bench_index import copies, repeated, slope
 from kvshare_eval.matching.workload import Cache
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.window_table import WindowTable
 
 pytestmark = pytest.mark.unit
 
@@ -57,6 +58,23 @@ def test_each_slot_costs_less_than_16_bytes_all_told():
     assert index.nbytes == 12 * slots + table + index._arena.extents.nbytes
     # What the index says of itself is nearly all of it.
     assert index.nbytes > 0.9 * (highest - 12 * index.most_entries + 12 * index.entries)
+
+
+def test_sweeps_keep_up_so_that_dead_entries_never_have_to_go_at_once(monkeypatch):
+    cache = Cache(60_000)
+    cache.fill()
+    dropped = []
+
+    def compact(table, most):
+        assert len(table) <= most
+
+    drop = WindowTable._drop
+    monkeypatch.setattr(WindowTable, "compact", compact)
+    monkeypatch.setattr(
+        WindowTable, "_drop", lambda table, kept: (dropped.append(len(table)), drop(table, kept))
+    )
+    cache.churn(300_000)
+    assert len(dropped) > 5
 
 
 def test_ten_times_the_tokens_take_less_than_twice_the_time():

@@ -34,10 +34,12 @@ def test_the_newest_living_entries_come_first(data):
         table.add(
             np.array(prints, dtype=np.uint32) << np.uint32(30),
             np.array(cells, dtype=np.int32),
-            np.zeros(len(cells), dtype=np.int32),
+            np.ones(len(cells), dtype=np.int32),
         )
         if entries:
             dead.update(data.draw(st.lists(st.integers(0, len(entries) - 1), max_size=8)))
+        if data.draw(st.booleans()):
+            table.sweep(data.draw(st.integers(0, 3)), data.draw(st.integers(0, 9)))
         if data.draw(st.booleans()):
             table.compact(data.draw(st.integers(0, 2 * len(entries))))
         limit = data.draw(st.integers(1, 6))
