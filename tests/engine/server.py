@@ -310,7 +310,9 @@ def to_answer(data: Mapping[str, Any]) -> Answer:
     )
 
 
-def refused_start(model: Path, config: ServerConfig, log: Path, seconds: float = 120) -> str:
+def refused_start(
+    model: Path, config: ServerConfig, log: Path, seconds: float = READY_SECONDS
+) -> str:
     """Start a server that must not start and ends in order; returns what it printed."""
     with log.open("w") as sink:
         process = subprocess.Popen(
