@@ -34,6 +34,8 @@ QUESTIONS = (
 @sgl.function
 def ask_all(s, instruction):  # type: ignore[no-untyped-def]
     s += instruction + "\n\n" + DOCUMENT
+    # A fork has the server compute what is there already; without this it may not be there yet.
+    s.sync()
     branches = s.fork(len(QUESTIONS))
     for branch, question in zip(branches, QUESTIONS, strict=True):
         branch += f"Question: {question}\nAnswer:"
