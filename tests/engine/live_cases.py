@@ -56,6 +56,32 @@ def a_permuted_passage_is_reused(bench: Bench) -> None:
     machine.teardown()
 
 
+def an_approximation_never_serves_as_exact(bench: Bench) -> None:
+    """The same prompt, and the turn that follows it, right after it was served approximately."""
+    machine = machine_on(bench)
+    machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+    machine.run_until_idle()
+    approximate = options(recompute_ratio=0.0) | {"n_new": 12}
+    machine.arrive_with_passages(DONOR[::-1], glue=5, question=3, settings=approximate)
+    machine.run_until_idle()
+    checked = bench.counts["texts checked"]
+    for exact in ({"reuse": "exact_prefix"}, {"recompute_ratio": 1.0}, {"reuse": "off"}):
+        settings = options(**exact) | {"n_new": 8, "logprobs": "output"}
+        # After each of them its own exact values are cached as well.
+        prompt, answer = machine.said[1][0].prompt, machine.said[1][1]
+        machine.submit([*prompt, *answer, *machine.new(4)], settings)
+        machine.submit(prompt, settings)
+        machine.run_until_idle()
+        assert machine.live.flush()
+        machine.emptied()
+        machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+        machine.run_until_idle()
+        machine.submit(prompt, approximate)
+        machine.run_until_idle()
+    assert bench.counts["texts checked"] == checked + 6
+    machine.teardown()
+
+
 def abort_in(state: str, ratio: float) -> Callable[[Bench], None]:
     """Bring a request that takes from donors into ``state``, abort it there, and go on."""
 
@@ -116,6 +142,7 @@ def new_weights_while_paused(bench: Bench) -> None:
 
 CASES = (
     a_permuted_passage_is_reused,
+    an_approximation_never_serves_as_exact,
     *(abort_in(state, ratio=0.0) for state in STATES),
     abort_in("chunked", ratio=1.0),
     new_weights_while_paused,
