@@ -68,11 +68,11 @@ REASONS = (
     Reason("force_miss", "SGLang's test switch `SGLANG_RADIX_FORCE_MISS` is set"),
     Reason("not_prefilled", "the request ended before its prefill"),
     Reason("index_failed", "a fault: the index cannot follow the tree; until the next flush"),
-    Reason("planning_failed", "a fault while matching or selecting, logged with its trace"),
-    Reason("lock_failed", "a fault while locking the donors"),
+    Reason(
+        "planning_failed", "a fault while matching, selecting or locking, logged with its trace"
+    ),
     Reason("placement_failed", "a fault while copying the donors' values", _IN_PART),
     Reason("narrowing_failed", "a fault in the narrowed forward: the batch ran in full", _IN_PART),
-    Reason("publish_failed", "a fault while publishing what was computed", _IN_PART),
 )
 
 
