@@ -27,7 +27,7 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 test: lint model ## run everything that needs no GPU
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu and not kits_full'
 
-kits: model ## run SGLang's own test kits at length, a server for every mode (about half an hour)
+kits: model ## run SGLang's own test kits at length, a server for every mode (half an hour and more)
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest tests/e2e/test_sglang_kits.py -m kits_full
 
 soak: env ## a hundred thousand steps of the state machine over the scheduler; takes hours
