@@ -125,7 +125,12 @@ def verify(
     dtype = str(info.get("dtype"))
     if tolerance is None:
         tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
-    prompts = make_prompts(client, passage_tokens, random.Random(secrets.randbits(64)))
+    prompts = make_prompts(
+        client,
+        passage_tokens,
+        random.Random(secrets.randbits(64)),
+        tokenizer=not info.get("skip_tokenizer_init"),
+    )
 
     def ask(
         ids: Sequence[int],

@@ -26,9 +26,16 @@ class Prompts:
     made_of: str
 
 
-def make_prompts(client: Client, passage_tokens: int, rng: random.Random) -> Prompts:
-    """Two prompts with one passage, from the server's own tokenizer where it has one."""
-    parts, made_of = _text_parts(client, passage_tokens, rng), "text"
+def make_prompts(
+    client: Client, passage_tokens: int, rng: random.Random, *, tokenizer: bool = True
+) -> Prompts:
+    """Two prompts with one passage, from the server's own tokenizer where it has one.
+
+    Args:
+        tokenizer: the server says that it has one. One that has not is not asked to use it: it
+            would answer with an error, and write a traceback into its log.
+    """
+    parts, made_of = _text_parts(client, passage_tokens, rng) if tokenizer else None, "text"
     if parts is None:
         parts, made_of = _id_parts(client, passage_tokens, rng), "token ids"
     intro, other_intro, passage, question, other_question = parts
