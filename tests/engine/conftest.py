@@ -65,7 +65,7 @@ def server(request: pytest.FixtureRequest, server_pool: ServerPool) -> Iterator[
 
 @pytest.fixture(scope="session")
 def references() -> dict[str, Reference]:
-    refused = ("mrope", "gemma")
+    refused = ("longrope", "gemma")
     return {name: Reference(model) for name, model in MODELS.items() if name not in refused}
 
 

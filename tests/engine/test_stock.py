@@ -82,8 +82,11 @@ def last_line_of_ours(text):
 
 
 def test_a_rope_that_is_not_served(server_pool, tmp_path):
-    text = refused(server_pool, tmp_path, "mrope")
-    assert "--kvshare does not support the RoPE kind MRotaryEmbedding: " in text, text[-3000:]
+    text = refused(server_pool, tmp_path, "longrope")
+    assert "the RoPE kind Phi3LongRoPEScaledRotaryEmbedding beyond 512 positions" in (
+        last_line_of_ours(text)
+    )
+    assert not re.search("Traceback|Load weight", text), text[-3000:]
 
 
 def test_an_architecture_that_is_not_served(server_pool, tmp_path):

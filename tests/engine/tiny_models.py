@@ -33,7 +33,13 @@ YARN_SCALING = {
 #: SGLang makes one table of it, for `CONTEXT * factor` positions.
 DYNAMIC_SCALING = {"rope_type": "dynamic", "factor": 2.0}
 #: Three positions a token: refused.
-MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    # Shorter than the context: one key, two tables.
+    "original_max_position_embeddings": 512,
+}
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,6 @@ MODELS = {
         sandwich_norm=True,
     ),
     # To be refused at start-up.
-    "mrope": TinyModel("LlamaForCausalLM", "llama", seed=7, rope_scaling=MROPE),
+    "longrope": TinyModel("LlamaForCausalLM", "llama", seed=7, rope_scaling=LONGROPE),
     "gemma": TinyModel("GemmaForCausalLM", "gemma", seed=8),
 }
