@@ -201,6 +201,8 @@ def scheduler_stress(url: str, sizes: Sizes) -> unittest.TestResult:
 
         def _stress_generate(self, prompt: str, max_new_tokens: int) -> str:
             prompt = prompt.replace(FILLER * FILLER_TIMES, shorter)
+            # The model here is tuned for dialogue: to a bare question it says nothing at all.
+            prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
             answer: str = super()._stress_generate(prompt, max_new_tokens)
             return answer
 
