@@ -145,11 +145,9 @@ FULL = pytest.mark.kits_full
 
 
 def benches(*, real: bool) -> list[Any]:
-    """The servers of ``make test``, then those of ``make kits``."""
+    """The server of ``make test``, asked for every mode; then those of ``make kits``."""
     model, tiny = ("real" if real else "tiny"), not real
     small = [Bench(server_config(f"{model}-asked", tiny=tiny), ASKED, real=real)]
-    if tiny:
-        small.append(Bench(server_config("tiny-stock", kvshare=False), {"stock": None}))
     seeds = (1,) if real else (1, 2, 3, 4, 5)
     large = [
         Bench(
@@ -169,7 +167,7 @@ def benches(*, real: bool) -> list[Any]:
         for pages in (((), PAGES) if tiny and mode in ("approximate", "ratio_1") else ((),))
     ]
     return [
-        *(pytest.param(bench, id=bench.config.name) for bench in small),
+        *(pytest.param(bench, id=bench.config.name, marks=FULL if real else ()) for bench in small),
         *(
             pytest.param(bench, id=f"{bench.config.name}-page{bench.page_size}", marks=FULL)
             for bench in large
