@@ -73,7 +73,7 @@ KL_APPROXIMATE = 0.1
 #: Chunks, so that the prompts of one batch find each other.
 TINY = ("--max-total-tokens", "8192", "--chunked-prefill-size", "192")
 PAGES = ("--page-size", "16", "--disable-overlap-schedule")
-REAL = ("--max-total-tokens", "16384")
+REAL = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 #: Threads that wait for each other cost more than they give on the tiny model.
 ONE_THREAD = (("OMP_NUM_THREADS", "1"),)
 STOCK = (("SGLANG_PLATFORM", "kvshare_cpu"),)
