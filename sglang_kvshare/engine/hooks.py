@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-from sglang_kvshare.engine.seams import check_hooked
+from sglang_kvshare.engine.seams import WEIGHT_UPDATES, check_hooked
 
 Hook = tuple[str, Callable[..., Any]]
 
@@ -30,7 +30,7 @@ def hooks() -> tuple[Hook, ...]:
             ".get_cached_tokens_details",
             report.cached_tokens_details,
         ),
-        *((target, weights.changed) for target in weights.TARGETS),
+        *((target, weights.changed) for target in WEIGHT_UPDATES),
     )
 
 

@@ -43,7 +43,7 @@ class IndexMirror:
 
     def forget_donors(self) -> None:
         """Nothing that is cached now serves as a donor; the tree itself stays."""
-        self.index.clear()
+        self._follow(self.index.clear)
 
     def owners(self, slots: Int64Array) -> dict[int, TreeNode]:
         """The tree nodes that own ``slots``, by number."""

@@ -37,7 +37,17 @@ class Seam:
 _SRT = "sglang.srt."
 _RADIX = _SRT + "mem_cache.radix_cache."
 _EVENTS = _SRT + "mem_cache.events.KVCacheEventRecorder."
-_WEIGHTS = _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+#: What changes the model's weights in a scheduler process.
+WEIGHT_UPDATES = tuple(
+    _SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager." + name
+    for name in (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "end_weight_update",
+    )
+)
 SEAMS = (
     # Command line and start-up
     Seam(_SRT + "server_args.ServerArgs.add_cli_args", "parser", "flags"),
@@ -131,22 +141,7 @@ SEAMS = (
         "events",
     ),
     Seam(_EVENTS + "record_remove", "self, node, medium", "events"),
-    *(
-        Seam(
-            _SRT
-            + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-            + name,
-            "self, recv_req",
-            "donors go with their weights",
-        )
-        for name in (
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-            "end_weight_update",
-        )
-    ),
+    *(Seam(target, "self, recv_req", "donors go with their weights") for target in WEIGHT_UPDATES),
     # Admission
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "self", "plan at admission"

@@ -134,9 +134,9 @@ class KVShareRadixCache(RadixCache):
 
         Exact prefixes are SGLang's to drop or keep (``flush_cache`` of the update request).
         """
-        self.donors.release_all()
-        self.mirror.forget_donors()
         self.generation += 1
+        self.mirror.forget_donors()
+        self.donors.release_all()
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> Any:
         matched_tokens, leaf = super()._insert_helper(node, key, value, *rest)

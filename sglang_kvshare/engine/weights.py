@@ -11,21 +11,9 @@ from typing import Any
 
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 
-_OWNER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-TARGETS = tuple(
-    _OWNER + name
-    for name in (
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-        "end_weight_update",
-    )
-)
-
 
 def changed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook of each of :data:`TARGETS`."""
+    """Hook of each of :data:`~sglang_kvshare.engine.seams.WEIGHT_UPDATES`."""
     try:
         return original(self, *args, **kwargs)
     finally:

@@ -308,3 +308,71 @@ class FaultyMachine(TreeCacheMachine):
     """Plans may fail to be carried out."""
 
     faulty = True
+
+
+class Closed:
+    """A gate that knows its mind."""
+
+    def __init__(self, looks, pays):
+        self.looks, self.verdict, self.searched = looks, pays, 0
+
+    def worth_a_look(self, rows):
+        return self.looks
+
+    def pays(self, rows, spared_rows):
+        return self.verdict
+
+    def observe_match(self, tokens, ms):
+        self.searched += 1
+
+    def observe_copy(self, tokens, ms):
+        assert tokens > 0
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+@pytest.mark.parametrize(
+    ("looks", "pays", "searched", "reused"),
+    [(False, True, 0, 0), (True, False, 1, 0), (True, True, 1, 16)],
+)
+def test_a_closed_gate_costs_at_most_the_search(looks, pays, searched, reused):
+    machine = fresh()
+    served(machine, DONOR)
+    machine.cache.gate = Closed(looks, pays)
+    report = served(machine, PROMPT)
+    assert report.reused_tokens == reused
+    assert report.reason == ("ok" if reused else "gate_closed")
+    assert machine.cache.gate.searched == searched
+    check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_events_tell_of_exact_nodes_only():
+    from sglang_kvshare.engine.branches import is_approximate
+    from sglang_kvshare.engine.exact_events import ExactEvents
+
+    stored, removed = [], []
+    machine = fresh()
+    machine.cache.kv_events = ExactEvents(
+        SimpleNamespace(record_store=stored.append, record_remove=removed.append, enabled=True)
+    )
+    served(machine, DONOR)
+    served(machine, PROMPT)
+    # Positive control: there is a branch that was not told of.
+    assert any(is_approximate(node) for node in machine.nodes())
+    assert len(stored) == 2
+    machine.press(tokens=200)
+    assert not machine.nodes()
+    assert not any(map(is_approximate, [*stored, *removed]))
+    assert len(removed) == 2
+    assert machine.cache.kv_events.enabled
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_an_index_that_cannot_forget_is_given_up(monkeypatch):
+    """Donors of old weights must not serve, whatever happens when they are dropped."""
+    machine = fresh(FaultyMachine)
+    served(machine, DONOR)
+    monkeypatch.setattr(machine.cache.index, "clear", broken)
+    machine.cache.forget_donors()
+    assert machine.faults == ["index"]
+    assert served(machine, PROMPT).reason == "index_failed"
