@@ -1,0 +1,1 @@
+"""What reuse costs in quality: ``kvshare eval quality``."""

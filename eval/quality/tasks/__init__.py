@@ -1,0 +1,132 @@
+"""The tasks, each a file of its own in this folder, found by name.
+
+A task is a function that makes groups of cases from data::
+
+    @register_task("squad", metric="f1", max_new_tokens=24)
+    def squad(data: DataSource, seed: int, *, passages: int = 4, questions: int = 4) -> Groups: ...
+
+Its keyword parameters are the task's options, which a command line sets as
+``squad:passages=5,questions=3``; their types are read from the defaults (int, float, str, bool).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kvshare_eval.errors import EvalError
+from kvshare_eval.loaders import DataSource
+from kvshare_eval.quality.cases import Group
+
+Groups = Iterator[Group]
+#: Metrics that a task may name as its own; see :mod:`kvshare_eval.metrics`.
+METRICS = ("f1", "exact_match", "rouge_l", "contains", "last_number")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A registered task.
+
+    Attributes:
+        name: what command lines and records call it.
+        make: the function that yields its groups, in the same order for the same seed.
+        metric: the figure by which answers are judged, one of :data:`METRICS`.
+        max_new_tokens: the longest answer.
+        first_line: only the first line of an answer is judged.
+        doc: one line that says what is repeated, and where.
+    """
+
+    name: str
+    make: Callable[..., Groups]
+    metric: str
+    max_new_tokens: int
+    first_line: bool
+    doc: str
+
+    def defaults(self) -> dict[str, Any]:
+        """The options and what they are when nobody sets them."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def groups(self, data: DataSource, seed: int, options: dict[str, Any] | None = None) -> Groups:
+        """The groups, without an end where the task generates them."""
+        return self.make(data, seed, **{**self.defaults(), **(options or {})})
+
+
+_TASKS: dict[str, Task] = {}
+
+
+def register_task(
+    name: str, *, metric: str, max_new_tokens: int, first_line: bool = False
+) -> Callable[[Callable[..., Groups]], Callable[..., Groups]]:
+    """Add a task. ``first_line``: only the first line of an answer is judged."""
+    if metric not in METRICS:
+        raise ValueError(f"task {name!r}: metric={metric!r}: allowed are {', '.join(METRICS)}")
+
+    def add(make: Callable[..., Groups]) -> Callable[..., Groups]:
+        if name in _TASKS:
+            raise ValueError(f"task {name!r} is registered already")
+        doc = (make.__doc__ or "").strip().splitlines()[0]
+        _TASKS[name] = Task(name, make, metric, max_new_tokens, first_line, doc)
+        return make
+
+    return add
+
+
+@cache
+def _load_all() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+def tasks() -> dict[str, Task]:
+    """All tasks by name."""
+    _load_all()
+    return dict(sorted(_TASKS.items()))
+
+
+def find_task(text: str) -> tuple[Task, dict[str, Any]]:
+    """Read ``name`` or ``name:option=value,...``.
+
+    Raises:
+        EvalError: unknown task or option, or a value of the wrong type; names what is allowed.
+    """
+    name, _, settings = text.partition(":")
+    known = tasks()
+    if name not in known:
+        raise EvalError(_unknown("task", name, list(known)))
+    task = known[name]
+    defaults = task.defaults()
+    options: dict[str, Any] = {}
+    for item in filter(None, settings.split(",")):
+        key, equals, value = item.partition("=")
+        if key not in defaults:
+            raise EvalError(_unknown(f"option of task {name}", key, list(defaults)))
+        if not equals:
+            raise EvalError(f"option {key} of task {name}: write {key}=VALUE")
+        options[key] = _typed(name, key, value, defaults[key])
+    return task, options
+
+
+def _typed(task: str, key: str, value: str, default: Any) -> Any:
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        return kind(value)
+    except (KeyError, ValueError):
+        raise EvalError(
+            f"option {key} of task {task}: {value!r} is no {kind.__name__} (default: {default!r})"
+        ) from None
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {what} {name!r}: {hint}Allowed are {', '.join(known) or 'none'}"

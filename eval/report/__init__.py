@@ -1,0 +1,1 @@
+"""From runs to one page: ``kvshare eval report`` and ``kvshare eval compare``."""

@@ -1,0 +1,203 @@
+"""A run directory: what ran, where, and one line for every request.
+
+    RUN/
+      run.json         command, settings, versions, commit, machine; written once, at the start
+      records.jsonl    one record a line, appended as it is measured, each with its own ``key``
+      resumed.json     commit and time of every later start of the same run; absent when there is none
+
+A record is written once and never changed, so that a run that was stopped goes on where it was. The
+directory holds no path, no host name and no key of the machine that made it: it can be sent away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from kvshare_eval.errors import EvalError
+from kvshare_eval.machine import machine_facts
+
+_RUN = "run.json"
+_RECORDS = "records.jsonl"
+_RESUMED = "resumed.json"
+#: Raised when a record's shape changes, so that a report can say what it cannot read.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as a report reads it.
+
+    Attributes:
+        name: the folder's name.
+        kind: ``quality`` or ``serving``.
+        facts: the content of ``run.json``.
+        records: all records, in the order they were written, the last of each key only.
+    """
+
+    name: str
+    kind: str
+    facts: dict[str, Any]
+    records: tuple[dict[str, Any], ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.facts["settings"])
+
+
+class RunDir:
+    """A run directory that is being written; a context manager.
+
+    Args:
+        path: the folder to make, or to go on with.
+        kind: ``quality`` or ``serving``.
+        command: the command line, without paths (see :func:`plain_command`).
+        settings: everything that decides what is measured; a run is resumed with the same only.
+        resume: go on with a run that is there.
+
+    Raises:
+        EvalError: the folder holds a run and ``resume`` is not set, or holds a run with other
+            settings; the message names the first that differs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kind: str,
+        command: str,
+        settings: Mapping[str, Any],
+        resume: bool = False,
+    ) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self.done: set[str] = set()
+        plain = json.loads(json.dumps(dict(settings)))
+        if (path / _RUN).exists():
+            if not resume:
+                raise EvalError(f"{path} holds a run already; --resume goes on with it")
+            before = load_run(path)
+            _same(before, kind, plain, path)
+            self.done = {record["key"] for record in before.records}
+            _note_resumed(path)
+        elif path.exists() and any(path.iterdir()):
+            raise EvalError(f"{path} is not empty and holds no run")
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            facts = {
+                "format": FORMAT,
+                "kind": kind,
+                "command": command,
+                "settings": plain,
+                "started": _now(),
+                **machine_facts(),
+            }
+            _write(path / _RUN, facts)
+
+    def __enter__(self) -> Self:
+        records = self.path / _RECORDS
+        if records.exists():
+            _drop_torn_line(records)
+        self._file = records.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record, which has a ``key``; it is on its way to the disk when this returns."""
+        if self._file is None:
+            raise RuntimeError("the run is not open")
+        self._file.write(json.dumps(dict(record), ensure_ascii=False) + "\n")
+        self._file.flush()
+        self.done.add(str(record["key"]))
+
+
+def load_run(path: Path) -> Run:
+    """Read a run directory.
+
+    Raises:
+        EvalError: no run there, or one of another format.
+    """
+    try:
+        facts = json.loads((path / _RUN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvalError(f"{path} holds no run: {_RUN} is missing") from None
+    except json.JSONDecodeError as error:
+        raise EvalError(f"{path / _RUN} is not valid JSON: {error}") from None
+    if facts.get("format") != FORMAT:
+        raise EvalError(f"{path}: format {facts.get('format')!r}, but this version reads {FORMAT}")
+    by_key = {record["key"]: record for record in _records(path / _RECORDS)}
+    return Run(path.name, facts["kind"], facts, tuple(by_key.values()))
+
+
+def plain_command(words: list[str]) -> str:
+    """A command line in which every path is cut to its last part: enough to run it again."""
+    return " ".join(_last_part(word) for word in words)
+
+
+def _last_part(word: str) -> str:
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_last_part(value)}"
+    is_path = os.sep in word and "://" not in word and (os.path.isabs(word) or Path(word).exists())
+    return Path(word).name if is_path else word
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return  # torn off: the process was stopped while it wrote this line
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise EvalError(f"{path}:{number} is not valid JSON: {error}") from None
+
+
+def _drop_torn_line(path: Path) -> None:
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _same(before: Run, kind: str, settings: dict[str, Any], path: Path) -> None:
+    if before.kind != kind:
+        raise EvalError(f"{path} holds a {before.kind} run, not a {kind} run")
+    for key in sorted({*before.settings, *settings}):
+        old, new = before.settings.get(key), settings.get(key)
+        if old != new:
+            raise EvalError(
+                f"{path} was made with {key}={old!r}, not {new!r}: resume it with the same settings"
+            )
+
+
+def _note_resumed(path: Path) -> None:
+    file = path / _RESUMED
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    _write(file, [*earlier, {"resumed": _now(), "commit": machine_facts()["commit"]}])
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
