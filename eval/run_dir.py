@@ -3,7 +3,7 @@
     RUN/
       run.json         command, settings, versions, commit, machine; written once, at the start
       records.jsonl    one record a line, appended as it is measured, each with its own ``key``
-      resumed.json     commit and time of every later start of the same run; absent when there is none
+      resumed.json     commit and time of every later start of the same run, if any
 
 A record is written once and never changed, so that a run that was stopped goes on where it was. The
 directory holds no path, no host name and no key of the machine that made it: it can be sent away.

@@ -4,8 +4,8 @@
              [prompt] [prompt] ...     ->   [case] [case] ...
              put the donors there           each asked once with every method
 
-A group is served in a namespace of its own (a cache salt), so that groups cannot help each other and
-a run can be resumed at any of them. Cases of one group share passages and donors: they are not
+A group is served in a namespace of its own (a cache salt), so that groups cannot help each other
+and a run can be resumed at any of them. Cases of one group share passages and donors: they are not
 independent, and every interval is taken over groups, not over cases.
 """
 
