@@ -30,7 +30,7 @@ class Divergence:
 
     @property
     def first_divergence(self) -> int | None:
-        """Index of the first token at which greedy decoding would part; ``None`` if it never does."""
+        """Index of the first token at which greedy decoding parts; ``None`` if it never does."""
         return next((i for i, same in enumerate(self.top1) if not same), None)
 
 
