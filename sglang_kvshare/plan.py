@@ -55,13 +55,15 @@ class ReusePlan:
     Attributes:
         prompt_tokens: length ``n`` of the prompt.
         prefix_tokens: length ``P`` of the prefix that the radix tree serves.
-        spans: in order of position, without overlap, all within ``[P, n - 1)``: the last token of
-            a prompt is always computed, since its logits are asked for.
+        spans: in order of position, without overlap, all within ``[P, n - scored_tokens)``.
+        scored_tokens: rows at the end whose logits are asked for, at least the last one. They are
+            always computed; more than one only for log-probabilities of prompt tokens.
     """
 
     prompt_tokens: int
     prefix_tokens: int
     spans: tuple[Span, ...] = ()
+    scored_tokens: int = 1
 
     def __post_init__(self) -> None:
         edge = self.prefix_tokens
@@ -69,8 +71,13 @@ class ReusePlan:
             if span.start < edge or span.length == 0:
                 raise ValueError(f"span at {span.start} overlaps what ends at {edge}, or is empty")
             edge = span.end
-        if self.spans and edge > self.prompt_tokens - 1:
-            raise ValueError(f"a span ends at {edge}, after the last token but one")
+        if self.spans and edge > self.scored_from:
+            raise ValueError(f"a span ends at {edge}; logits are wanted from {self.scored_from}")
+
+    @property
+    def scored_from(self) -> int:
+        """First position whose logits are asked for."""
+        return self.prompt_tokens - self.scored_tokens
 
     @property
     def matched_tokens(self) -> int:

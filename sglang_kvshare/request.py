@@ -20,11 +20,18 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Settings of one request, defaults already filled in from the server's configuration."""
+    """Settings of one request, defaults already filled in from the server's configuration.
+
+    ``publish``: what is computed for this request stays in the cache for others.
+    ``approximate_logprobs``: log-probabilities of prompt tokens may rest on values that are reused
+    before ``logprob_start_len``; without it such a request is computed exactly.
+    """
 
     reuse: str
     recompute_ratio: float
     selector: str
+    publish: bool = True
+    approximate_logprobs: bool = False
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
 
@@ -136,6 +143,8 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
         reuse=_choice(raw, "reuse", config.reuse, REUSE_MODES),
         recompute_ratio=_ratio(raw, config.recompute_ratio),
         selector=_choice(raw, "selector", config.selector, selector_names()),
+        publish=_switch(raw, "publish", True),
+        approximate_logprobs=_switch(raw, "approximate_logprobs", False),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
         tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
     )
@@ -146,6 +155,15 @@ def _choice(raw: Mapping[str, Any], key: str, default: str, allowed: tuple[str, 
     if not isinstance(value, str) or value not in allowed:
         raise RequestError(
             f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are {', '.join(allowed)}"
+        )
+    return value
+
+
+def _switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are true and false"
         )
     return value
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor
-from sglang_kvshare.engine.eligibility import refusal
+from sglang_kvshare.engine.eligibility import refusal, scored_tokens
 from sglang_kvshare.engine.metrics import Metrics
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
@@ -97,16 +97,16 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     options = state.options
     if options.reuse != "approximate":
         return _Outcome(options.reuse)
-    if reason := refusal(req):
+    if reason := refusal(req, options):
         return _Outcome(reason)
     config = cache.config
-    left_tokens = len(req.full_untruncated_fill_ids) - 1 - int(req.prefix_len)
-    if left_tokens < config.min_run_tokens:
-        return _Outcome("prefix_covers_prompt")
+    rows = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
+    scored = scored_tokens(req)
+    if rows - scored < config.min_run_tokens:
+        return _Outcome("prefix_covers_prompt" if scored == 1 else "prompt_logprobs")
     if cache.index_failed:
         return _Outcome("index_failed")
     gate = cache.gate if options.recompute_ratio < 1 else None
-    rows = left_tokens + 1
     if gate is not None and not gate.worth_a_look(rows):
         return _Outcome("gate_closed")
     with step("match"):

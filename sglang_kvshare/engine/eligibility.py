@@ -10,20 +10,29 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from sglang_kvshare.engine.state import RequestState
+from sglang_kvshare.request import RequestOptions
 
 
 def accepts_approximation(req: Any, state: RequestState) -> bool:
     """Whether a request may get a value that is not exact."""
     options = state.options
-    return options.reuse == "approximate" and options.recompute_ratio < 1 and refusal(req) is None
+    wanted = options.reuse == "approximate" and options.recompute_ratio < 1
+    return wanted and refusal(req, options) is None
 
 
-def refusal(req: Any) -> str | None:
+def scored_tokens(req: Any) -> int:
+    """Tokens at the end of the input whose logits are asked for; the last one's always are."""
+    length = len(req.origin_input_ids) + len(req.output_ids)
+    if not req.return_logprob or req.logprob_start_len < 0:
+        return 1
+    return max(1, length - int(req.logprob_start_len))
+
+
+def refusal(req: Any, options: RequestOptions) -> str | None:
     """Why this request must be computed in full, if it must; a reason of the report."""
     if envs.SGLANG_RADIX_FORCE_MISS.get():
         return "force_miss"
-    length = len(req.origin_input_ids) + len(req.output_ids)
-    if req.return_logprob and 0 <= req.logprob_start_len < length - 1:
+    if scored_tokens(req) > 1 and not options.approximate_logprobs:
         return "prompt_logprobs"
     special = (
         req.input_embeds,

@@ -2,7 +2,8 @@
 
 Seams: ``SamplingParams.verify`` (raises ``ValueError``, which SGLang answers with HTTP 400),
 ``http_server.serve_generate_request`` and ``OpenAIServingBase.handle_request`` (a streaming
-response has sent its status before ``verify`` runs), ``Scheduler._create_generation_req``.
+response has sent its status before ``verify`` runs), ``Scheduler._create_generation_req``,
+``Req.skip_radix_cache_insert`` (keeps what a request computes out of the tree).
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def create(original: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -
         extra_key=kwargs.get("extra_key"), adapter=kwargs.get("lora_id")
     ).tree_key()
     attach(req, state)
+    if not state.options.publish:
+        req.skip_radix_cache_insert = True
     return req
 
 

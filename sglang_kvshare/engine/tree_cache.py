@@ -25,7 +25,7 @@ from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine import branches
 from sglang_kvshare.engine.activation import active_config, off_sentence, switch_off
 from sglang_kvshare.engine.donor_locks import DonorLocks
-from sglang_kvshare.engine.eligibility import accepts_approximation
+from sglang_kvshare.engine.eligibility import accepts_approximation, scored_tokens
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
@@ -213,6 +213,7 @@ class KVShareRadixCache(RadixCache):
             Namespace(req.cache_salt, req.extra_key).encode(),
             self.config.max_donors_per_window,
             max_depth=self.config.max_depth,
+            scored_tokens=scored_tokens(req),
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:

@@ -15,6 +15,7 @@ def plan_reuse(
     namespace: bytes,
     limit: int,
     max_depth: int = 0,
+    scored_tokens: int = 1,
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
@@ -23,9 +24,9 @@ def plan_reuse(
         prefix_tokens: ``P``, the exact prefix that the radix tree serves.
         namespace: trust domain of the request.
         limit, max_depth: see :meth:`RunIndex.find_runs`.
+        scored_tokens: see :class:`ReusePlan`; never matched.
     """
-    # The last token of the prompt is always computed and so never matched.
-    body = tokens[prefix_tokens : tokens.shape[0] - 1]
+    body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     free = _Free(body.shape[0], index.min_run_tokens)
     spans: list[Span] = []
     for run in index.covering_runs(body, namespace, limit, max_depth=max_depth):
@@ -42,7 +43,7 @@ def plan_reuse(
         if not free:
             break
     spans.sort(key=lambda span: span.start)
-    return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans))
+    return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans), scored_tokens)
 
 
 class _Free:

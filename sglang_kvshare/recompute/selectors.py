@@ -17,7 +17,10 @@ from sglang_kvshare.plan import BoolArray, ReusePlan
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """``recompute_ratio`` in [0, 1]; ``seam_tokens`` a span; ``tail_tokens`` of the prompt."""
+    """``recompute_ratio`` in [0, 1]; ``seam_tokens`` a span; ``tail_tokens`` before the output.
+
+    The tail ends with the first row whose logits are asked for.
+    """
 
     recompute_ratio: float
     seam_tokens: int
@@ -77,7 +80,7 @@ def seams(plan: ReusePlan, settings: SelectionSettings) -> BoolArray:
         span     |#### seam ####|........ spared ........|
     """
     marked = np.zeros(plan.matched_tokens, dtype=np.bool_)
-    tail_start = plan.prompt_tokens - settings.tail_tokens
+    tail_start = plan.scored_from + 1 - settings.tail_tokens
     begin = 0
     for span in plan.spans:
         width = max(settings.seam_tokens, int(np.ceil(settings.recompute_ratio * span.length)))

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import requests
-from comparing import difference, largest_difference
-from prompts import Book
+from comparing import difference, expected_spared, largest_difference, narrow_layer
+from prompts import Book, cached_part
 from server import check_counts, request_body, to_answer
 from server_configs import on
 
@@ -108,6 +108,66 @@ def test_the_last_token_s_logprob_does_not_prevent_reuse(server):
         assert abs(again.top[0][token] - logprob) < ROUNDING
 
 
+@on("llama", "qwen3")
+def test_prompt_logprobs_rest_on_reused_values_where_that_is_asked_for(server, references):
+    """The rows whose logits are wanted are computed; what lies before them is reused, and chosen,
+    as for the prompt that ends where they begin."""
+    reference = references[server.config.model]
+    _, pieces = serve_donor(server, Book(134))
+    book = Book(135)
+    prompt, matches = book.prompt(pieces[::-1])
+    # The answer repeats a passage, so that a plan that looks too far would reuse part of it.
+    scored = [*book.passage(4), *pieces[0].tokens()[:40]]
+    start = len(prompt) - 1
+    alone = server.generate(prompt, 1, recompute_ratio=0.3, publish=False)
+    answer = server.generate(
+        [*prompt, *scored],
+        1,
+        recompute_ratio=0.3,
+        publish=False,
+        approximate_logprobs=True,
+        logprob_start_len=start,
+        fields={"token_ids_logprob": [7, 70, 700]},
+    )
+    served = cached_part(matches, server.config.page_size)
+    spared = expected_spared(server, served, len(prompt), 0.3)
+    assert answer.report["reused_tokens"] == alone.report["reused_tokens"] == len(spared) > 0
+    assert answer.report["new_tokens"] == alone.report["new_tokens"] + len(scored)
+    assert len(answer.input_logprobs) == len(scored) + 1
+    row = reference.approximate(prompt, spared, narrow_layer(server))
+    exact = reference.all_logprobs([*prompt, *scored])
+    given = answer.meta["input_token_ids_logprobs"]
+    furthest = 0.0
+    for index, token in enumerate(scored):
+        expected = row.logprobs()
+        assert abs(answer.input_logprobs[index + 1] - float(expected[token])) < ROUNDING
+        for logprob, wanted, _ in given[index + 1]:
+            assert abs(logprob - float(expected[wanted])) < ROUNDING
+        furthest = max(furthest, float((exact[start + index] - expected).abs().max()))
+        reference.decode(row, token)
+    # Positive control: the approximation does show.
+    assert furthest > 10 * ROUNDING
+
+
+@on("llama", "qwen3")
+def test_what_is_not_published_serves_nobody(server):
+    book = Book(136)
+    prompt = book.passage(90)
+    longer = [*book.passage(3), *prompt]
+    server.generate(prompt, 4, publish=False)
+    for ids in (prompt, longer):
+        answer = server.generate(ids, 4, publish=False, recompute_ratio=0)
+        assert answer.counts == (0, 0, 0, len(ids))
+    # Positive control: what is published serves, as prefix and at another place.
+    server.generate(prompt, 4)
+    assert server.generate(prompt, 4, publish=False).cached >= 64
+    moved = server.generate(longer, 4, publish=False, recompute_ratio=0)
+    assert moved.report["reused_tokens"] >= 64
+    # Nor does a request that took what others published leave anything of its own.
+    again = server.generate(longer, 4, publish=False, recompute_ratio=0)
+    assert again.counts == moved.counts
+
+
 @on("installed")
 def test_a_server_without_the_flag_has_no_report(server):
     answer = server.generate(Book(31).passage(40), 4)
@@ -190,6 +250,8 @@ BAD = [
     ({"recompute_ratio": None}, "recompute_ratio", ["0 to 1"]),
     ({"selector": "best"}, "selector", ["seams"]),
     ({"selector": 3}, "selector", ["seams"]),
+    ({"publish": "no"}, "publish", ["true and false"]),
+    ({"approximate_logprobs": 1}, "approximate_logprobs", ["true and false"]),
     ({"ttft_slo_ms": -5}, "ttft_slo_ms", ["above 0"]),
     ({"tbt_slo_ms": "soon"}, "tbt_slo_ms", ["above 0"]),
     ({"recompute_ration": 0.5}, "recompute_ration", ["recompute_ratio"]),

@@ -28,7 +28,9 @@ def test_a_request_that_says_nothing_gets_the_server_defaults(params):
 def test_each_value_is_taken():
     assert parse(
         reuse="approximate", recompute_ratio=1, selector="seams", ttft_slo_ms=200, tbt_slo_ms=1.5
-    ) == RequestOptions("approximate", 1.0, "seams", 200.0, 1.5)
+    ) == RequestOptions("approximate", 1.0, "seams", ttft_slo_ms=200.0, tbt_slo_ms=1.5)
+    assert not parse(publish=False).publish
+    assert parse(approximate_logprobs=True).approximate_logprobs
     assert parse(recompute_ratio=0).recompute_ratio == 0.0
 
 
@@ -43,6 +45,8 @@ def test_each_value_is_taken():
         ({"recompute_ratio": "0.5"}, "from 0 to 1"),
         ({"recompute_ratio": True}, "from 0 to 1"),
         ({"recompute_ratio": float("nan")}, "from 0 to 1"),
+        ({"publish": 0}, "publish=0: allowed are true and false"),
+        ({"approximate_logprobs": None}, "approximate_logprobs=None: allowed are true and false"),
         ({"ttft_slo_ms": 0}, "ttft_slo_ms=0: allowed are milliseconds above 0"),
         ({"tbt_slo_ms": float("inf")}, "milliseconds above 0"),
         ({"tbt_slo_ms": "fast"}, "milliseconds above 0"),

@@ -1,0 +1,65 @@
+"""What each method says to the server: methods are settings of a request, so one server does all.
+
+    full            nothing from the cache: the truth that the others are measured against
+    no_context      the question without its context: the floor
+    exact_prefix    stock SGLang
+    none            reuse without repair
+    seams@0.2       reuse; the selector ``seams`` recomputes a share of 0.2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshare_eval.errors import EvalError
+
+FULL = "full"
+NO_CONTEXT = "no_context"
+DEFAULT_METHODS = (FULL, NO_CONTEXT, "exact_prefix", "none", "seams@0.1", "seams@0.2", "seams@0.4")
+_PLAIN: dict[str, dict[str, Any]] = {
+    FULL: {"reuse": "off"},
+    NO_CONTEXT: {"reuse": "off"},
+    "exact_prefix": {"reuse": "exact_prefix"},
+    # For every selector the ratio 0 recomputes none of the reused tokens.
+    "none": {"reuse": "approximate", "recompute_ratio": 0},
+}
+#: What earlier requests say: they compute what the exact prefix does not give, and publish it.
+HISTORY_SETTINGS: Mapping[str, Any] = {"reuse": "exact_prefix"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """``settings`` go into ``custom_params.kvshare``, and never publish: every method of a case
+    meets the same cache."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_methods(names: Sequence[str]) -> tuple[Method, ...]:
+    """Read method names; ``full`` is always among them, and first.
+
+    Raises:
+        EvalError: a name that is no method.
+    """
+    rest = [name for name in dict.fromkeys(names) if name != FULL]
+    return tuple(_method(name) for name in (FULL, *rest))
+
+
+def _method(name: str) -> Method:
+    if name in _PLAIN:
+        return Method(name, {**_PLAIN[name], "publish": False})
+    selector, at, ratio = name.partition("@")
+    try:
+        share = float(ratio)
+    except ValueError:
+        share = -1.0
+    if not selector or not at or not 0 <= share <= 1:
+        raise EvalError(
+            f"unknown method {name!r}: allowed are {', '.join(_PLAIN)}, and SELECTOR@RATIO such "
+            "as seams@0.2 with a ratio from 0 to 1"
+        )
+    settings = {"reuse": "approximate", "selector": selector, "recompute_ratio": share}
+    return Method(name, {**settings, "publish": False})
