@@ -28,7 +28,31 @@ app = typer.Typer(
 
 def main() -> None:
     """Console entry point."""
+    app.add_typer(_evaluation())
     app()
+
+
+def _evaluation() -> typer.Typer:
+    """``kvshare eval``; where its packages are missing, a command that says so."""
+    try:
+        from kvshare_eval.cli import app as evaluation
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        substitute = typer.Typer(name="eval", help="Measure what reuse costs and gains.")
+
+        @substitute.callback(
+            invoke_without_command=True,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )
+        def say() -> None:
+            typer.echo(
+                f"kvshare: {missing} is missing: pip install 'sglang-kvshare[eval]'", err=True
+            )
+            raise typer.Exit(1)
+
+        return substitute
+    assert isinstance(evaluation, typer.Typer)
+    return evaluation
 
 
 def _print_version(wanted: bool) -> None:

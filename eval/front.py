@@ -1,0 +1,115 @@
+"""What the evaluation commands have in common: servers, data, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from kvshare_eval.errors import EvalError
+from kvshare_eval.loaders import DataSource
+from kvshare_eval.servers import Mode, Server, ServerError
+
+Exit = typer.Exit
+#: What a server gets that is started here when nothing else is said: a CPU, and room beside it.
+CPU_SERVER_FLAGS = (
+    "--dtype",
+    "float32",
+    "--mem-fraction-static",
+    "0.5",
+    "--max-total-tokens",
+    "40000",
+    "--sleep-on-idle",
+)
+_SERVER_FACTS = (
+    "version",
+    "dtype",
+    "device",
+    "attention_backend",
+    "kv_cache_dtype",
+    "page_size",
+    "chunked_prefill_size",
+    "max_total_num_tokens",
+    "tp_size",
+)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Turns what the caller can put right into one sentence and exit code 2."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        first = _first(group)
+        if first is None:
+            raise
+        _say(first)
+    except (EvalError, ServerError) as error:
+        _say(error)
+
+
+def _say(error: Exception) -> None:
+    typer.echo(f"kvshare: {error}", err=True)
+    raise typer.Exit(2) from None
+
+
+def _first(group: ExceptionGroup[Exception]) -> EvalError | ServerError | None:
+    """An error of ours, if the group holds nothing else."""
+    ours, rest = group.split((EvalError, ServerError))
+    if ours is None or rest is not None:
+        return None
+    error: BaseException = ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, (EvalError, ServerError))
+    return error
+
+
+def data_source(folder: Path | None, hub: bool) -> DataSource:
+    """Where the data comes from.
+
+    Raises:
+        EvalError: the folder is not there.
+    """
+    if folder is not None and not folder.is_dir():
+        raise EvalError(f"--data {folder}: no such folder")
+    return DataSource(folder, hub)
+
+
+@contextlib.contextmanager
+def server_or_url(
+    model: str | None,
+    url: str | None,
+    flags: Sequence[str],
+    *,
+    console: Console,
+    mode: Mode = "kvshare",
+) -> Iterator[str]:
+    """The address of a server: the running one, or one that lives as long as the block.
+
+    Raises:
+        EvalError: neither or both were given.
+        ServerError: it did not start; the message holds the end of its log.
+    """
+    if (model is None) == (url is None):
+        raise EvalError("give either --model, to start a server, or --url, to ask a running one")
+    if url is not None:
+        yield url
+        return
+    assert model is not None
+    with tempfile.TemporaryDirectory(prefix="kvshare-eval-") as logs:
+        server = Server(model, mode=mode, args=flags, log=Path(logs) / f"{mode}.log")
+        console.print(f"starting a server ({mode}) ...")
+        with server:
+            console.print(f"it serves after {server.start_seconds:.0f} s")
+            yield server.url
+
+
+def server_facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a server's settings belongs to a measurement; no path and no address."""
+    return {key: info[key] for key in _SERVER_FACTS if info.get(key) is not None}

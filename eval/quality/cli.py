@@ -1,0 +1,226 @@
+"""``kvshare eval quality``: what does reuse cost in quality?"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvshare_eval.asking import Asker
+from kvshare_eval.errors import EvalError
+from kvshare_eval.front import (
+    CPU_SERVER_FLAGS,
+    Exit,
+    data_source,
+    server_facts,
+    server_or_url,
+    told,
+)
+from kvshare_eval.loaders import DataSource
+from kvshare_eval.progress import Counting
+from kvshare_eval.quality.methods import DEFAULT_METHODS, Method, parse_methods
+from kvshare_eval.quality.runner import Depth, Part, QualityRun
+from kvshare_eval.quality.sizes import print_sizes
+from kvshare_eval.quality.tasks import find_task, tasks
+from kvshare_eval.rendering import load_renderer
+from kvshare_eval.run_dir import RunDir, plain_command
+
+#: Every plan is carried out: what is asked is what reuse costs, not whether it pays here.
+_KVSHARE_FLAGS = ("--kvshare-gate", "off")
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """What is measured; see :func:`quality` for the words."""
+
+    model: str
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    cases: int
+    seed: int
+    answers: bool
+    top: int
+    positions: int
+    data: str
+    server: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "tasks": list(self.tasks),
+            "methods": list(self.methods),
+            "cases": self.cases,
+            "seed": self.seed,
+            "answers": self.answers,
+            "top": self.top,
+            "positions": self.positions,
+            "data": self.data,
+            "server": {"flags": list(self.server)},
+        }
+
+
+def quality(
+    out: Annotated[Path, typer.Option(help="The run directory to make.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Start a server for this folder or hub name.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this running server instead.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A task, as NAME or NAME:option=value,...; may be repeated. Default: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="full, no_context, exact_prefix, none, or SELECTOR@RATIO; may be repeated. "
+            f"Default: {', '.join(DEFAULT_METHODS)}.",
+            show_default=False,
+        ),
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Cases a task.")] = 30,
+    answers: Annotated[
+        bool,
+        typer.Option(
+            help="Generate and judge answers; without it only distributions are compared."
+        ),
+    ] = True,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the data sets; by default the small set of this package."),
+    ] = None,
+    hub: Annotated[
+        bool, typer.Option("--hub", help="Fetch data sets by name from the hub.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub name; by default the server's own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    top: Annotated[int, typer.Option(min=1, help="Tokens told apart at each position.")] = 20,
+    positions: Annotated[int, typer.Option(min=1, help="Positions of an answer compared.")] = 32,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that is in OUT.")
+    ] = False,
+    list_tasks: Annotated[
+        bool, typer.Option("--list", help="List the tasks with their options and exit.")
+    ] = False,
+    server_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAG...]", help="Flags of the server that is started."),
+    ] = None,
+) -> None:
+    """Compare every method with full recompute: answers, scores, next-token distributions.
+
+    The methods are settings of a request; one server serves them all. Every figure of a report on
+    this run comes from its records.jsonl.
+    """
+    with told():
+        if list_tasks:
+            _list()
+            raise Exit(0)
+        flags = tuple(server_flags or CPU_SERVER_FLAGS)
+        settings = QualitySettings(
+            model=plain_command([model or url or ""]),
+            tasks=tuple(task or tasks()),
+            methods=tuple(m.name for m in parse_methods(method or DEFAULT_METHODS)),
+            cases=cases,
+            seed=seed,
+            answers=answers,
+            top=top,
+            positions=positions,
+            data="hub" if hub else data.name if data else "built in",
+            server=() if url else (*flags, *_KVSHARE_FLAGS),
+        )
+        source = data_source(data, hub)
+        parts = _parts(settings)
+        console = Console(stderr=True, highlight=False)
+        print_sizes(settings.methods, cases, console)
+        run = RunDir(
+            out,
+            kind="quality",
+            command=plain_command(["kvshare", *sys.argv[1:]]),
+            settings=settings.to_dict(),
+            resume=resume,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(run)
+            address = stack.enter_context(
+                server_or_url(model, url, [*flags, *_KVSHARE_FLAGS], console=console)
+            )
+            counting = stack.enter_context(Counting(console))
+            for part in parts:
+                counting.add(part.label, part.cases)
+            methods = parse_methods(settings.methods)
+            asyncio.run(
+                _measure(
+                    Asker(address, concurrency=concurrency, api_key=api_key),
+                    tokenizer or model,
+                    run,
+                    methods,
+                    parts,
+                    source,
+                    settings,
+                    counting,
+                )
+            )
+        console.print(f"Done. Make a page of it: kvshare eval report {out}")
+
+
+async def _measure(
+    asker: Asker,
+    tokenizer: str | None,
+    run: RunDir,
+    methods: Sequence[Method],
+    parts: Sequence[Part],
+    source: DataSource,
+    settings: QualitySettings,
+    counting: Counting,
+) -> None:
+    async with asker:
+        info = await asker.info()
+        renderer = load_renderer(tokenizer or str(info["tokenizer_path"]))
+        await _refuse_what_the_server_cannot(asker, methods)
+        if "server" not in run.done:
+            run.append({"key": "server", "type": "server", **server_facts(info)})
+        depth = Depth(settings.top, settings.positions)
+        ask = QualityRun(asker, renderer, run, methods, depth=depth, done=counting.advance)
+        for part in parts:
+            await ask.part(part, source, settings.seed)
+
+
+async def _refuse_what_the_server_cannot(asker: Asker, methods: Sequence[Method]) -> None:
+    """Ask with every method once, before hours are spent: a bad selector is refused at once."""
+    for method in methods:
+        answered = await asker.generate([1, 2, 3], max_new_tokens=1, settings=method.settings)
+        if not answered.report:
+            raise EvalError(
+                f"the server at {asker.url} says nothing about reuse: start it with --kvshare"
+            )
+
+
+def _parts(settings: QualitySettings) -> list[Part]:
+    found = []
+    for label in settings.tasks:
+        task, options = find_task(label)
+        found.append(Part(label, task, options, settings.cases, settings.answers))
+    return found
+
+
+def _list() -> None:
+    for task in tasks().values():
+        options = ", ".join(f"{key}={value}" for key, value in task.defaults().items())
+        typer.echo(f"{task.name}  {task.doc}")
+        typer.echo(f"    judged by {task.metric}; options: {options or 'none'}")
