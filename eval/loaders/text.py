@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 _END = re.compile(r"[.!?]+[\"'”’)\]]*(\s+)(?=[\"'“‘(\[$]*[A-Z0-9])")
-_ABBREVIATIONS = frozenset(
-    "mr mrs ms dr st prof gen col capt lt sgt rev hon jr sr no vol vs etc e.g i.e a.m p.m u.s".split()
+_ABBREVIATIONS = (
+    "mr mrs ms dr st prof gen col capt lt sgt rev hon jr sr no vol vs etc e.g i.e a.m p.m u.s"
 )
 
 
@@ -79,7 +79,7 @@ def _bounds(text: str) -> list[tuple[int, int]]:
         before = text[cuts[-1] : match.start()].rsplit(None, 1)
         last = before[-1].lstrip("\"'“‘([").lower() if before else ""
         is_initial = len(last) == 1 and last.isalpha() and last != "i"
-        if text[match.start()] == "." and (last in _ABBREVIATIONS or is_initial):
+        if text[match.start()] == "." and (last in _ABBREVIATIONS.split() or is_initial):
             continue
         cuts.append(match.end())
     ends = [*cuts[1:], len(text)]

@@ -11,7 +11,7 @@ _Problem = tuple[str, list[str], int]
 _NAMES = (
     "Ada Bashir Carla Dmitri Elena Farid Greta Hugo Ines Jonas Keiko Lars Mira Nuno Olga Priya "
     "Quentin Rosa Samir Tessa Umar Vera Wanda Yusuf Zofia"
-).split()
+)
 
 
 def generate_problems(seed: int, count: int) -> Iterator[tuple[str, str]]:
@@ -30,8 +30,12 @@ def generate_problems(seed: int, count: int) -> Iterator[tuple[str, str]]:
         yield question, "\n".join([*lines, f"#### {result}"])
 
 
+def _name(rng: random.Random) -> str:
+    return rng.choice(_NAMES.split())
+
+
 def _bakery(rng: random.Random) -> _Problem:
-    name, trays, rolls = rng.choice(_NAMES), rng.randint(3, 9), rng.randint(8, 24)
+    name, trays, rolls = _name(rng), rng.randint(3, 9), rng.randint(8, 24)
     baked = trays * rolls
     sold = rng.randint(5, baked - 5)
     return (
@@ -46,12 +50,8 @@ def _bakery(rng: random.Random) -> _Problem:
 
 
 def _orchard(rng: random.Random) -> _Problem:
-    name, trees, apples, crate = (
-        rng.choice(_NAMES),
-        rng.randint(4, 15),
-        rng.randint(3, 12) * 10,
-        rng.choice((5, 10)),
-    )
+    name, trees = _name(rng), rng.randint(4, 15)
+    apples, crate = rng.randint(3, 12) * 10, rng.choice((5, 10))
     total = trees * apples
     return (
         f"An orchard has {trees} trees, and {name} picks {apples} apples from every tree. The "
@@ -65,12 +65,8 @@ def _orchard(rng: random.Random) -> _Problem:
 
 
 def _wages(rng: random.Random) -> _Problem:
-    name, rate, hours, extra = (
-        rng.choice(_NAMES),
-        rng.randint(11, 25),
-        rng.randint(20, 38),
-        rng.randint(2, 8),
-    )
+    name, rate = _name(rng), rng.randint(11, 25)
+    hours, extra = rng.randint(20, 38), rng.randint(2, 8)
     normal, double = rate * hours, 2 * rate
     return (
         f"{name} earns ${rate} an hour and twice as much for work on Sundays. Last week {name} "
@@ -87,14 +83,10 @@ def _wages(rng: random.Random) -> _Problem:
 
 
 def _shopping(rng: random.Random) -> _Problem:
-    name, shirts, price, socks, pair, note = (
-        rng.choice(_NAMES),
-        rng.randint(2, 5),
-        rng.randint(9, 19),
-        rng.randint(2, 6),
-        rng.randint(2, 5),
-        200,
-    )
+    name, shirts = _name(rng), rng.randint(2, 5)
+    price, socks = rng.randint(9, 19), rng.randint(2, 6)
+    pair = rng.randint(2, 5)
+    note = 200
     first, second = shirts * price, socks * pair
     spent = first + second
     return (
@@ -111,13 +103,9 @@ def _shopping(rng: random.Random) -> _Problem:
 
 
 def _journey(rng: random.Random) -> _Problem:
-    name, fast, first, slow, second = (
-        rng.choice(_NAMES),
-        rng.randint(60, 95),
-        rng.randint(2, 5),
-        rng.randint(25, 50),
-        rng.randint(1, 4),
-    )
+    name, fast = _name(rng), rng.randint(60, 95)
+    first, slow = rng.randint(2, 5), rng.randint(25, 50)
+    second = rng.randint(1, 4)
     a, b = fast * first, slow * second
     return (
         f"{name} drives {first} hours on the motorway at {fast} kilometres an hour, and then "
@@ -133,7 +121,7 @@ def _journey(rng: random.Random) -> _Problem:
 
 
 def _ages(rng: random.Random) -> _Problem:
-    first, second, third = rng.sample(_NAMES, 3)
+    first, second, third = rng.sample(_NAMES.split(), 3)
     age, times, less = rng.randint(6, 15), rng.randint(2, 4), rng.randint(2, 5)
     older, other = age * times, age * times - less
     return (
@@ -150,12 +138,8 @@ def _ages(rng: random.Random) -> _Problem:
 
 
 def _reading(rng: random.Random) -> _Problem:
-    name, daily, days, rest = (
-        rng.choice(_NAMES),
-        rng.randint(12, 35),
-        rng.randint(4, 9),
-        rng.randint(2, 8),
-    )
+    name, daily = _name(rng), rng.randint(12, 35)
+    days, rest = rng.randint(4, 9), rng.randint(2, 8)
     done = daily * days
     pages = done + daily * rest
     return (
@@ -171,13 +155,9 @@ def _reading(rng: random.Random) -> _Problem:
 
 
 def _garden(rng: random.Random) -> _Problem:
-    name, length, width, gate, metre = (
-        rng.choice(_NAMES),
-        rng.randint(12, 40),
-        rng.randint(6, 11),
-        rng.randint(2, 4),
-        rng.randint(3, 9),
-    )
+    name, length = _name(rng), rng.randint(12, 40)
+    width, gate = rng.randint(6, 11), rng.randint(2, 4)
+    metre = rng.randint(3, 9)
     half = length + width
     around, fence = 2 * half, 2 * half - gate
     return (
@@ -195,12 +175,8 @@ def _garden(rng: random.Random) -> _Problem:
 
 
 def _sharing(rng: random.Random) -> _Problem:
-    name, friends, each, kept = (
-        rng.choice(_NAMES),
-        rng.randint(3, 8),
-        rng.randint(4, 15),
-        rng.randint(5, 20),
-    )
+    name, friends = _name(rng), rng.randint(3, 8)
+    each, kept = rng.randint(4, 15), rng.randint(5, 20)
     shared = friends * each
     return (
         f"{name} has {shared + kept} marbles, keeps {kept} of them, and shares the rest equally "
@@ -214,13 +190,9 @@ def _sharing(rng: random.Random) -> _Problem:
 
 
 def _saving(rng: random.Random) -> _Problem:
-    name, start, monthly, months, price = (
-        rng.choice(_NAMES),
-        rng.randint(20, 90),
-        rng.randint(15, 45),
-        rng.randint(5, 12),
-        rng.randint(700, 990),
-    )
+    name, start = _name(rng), rng.randint(20, 90)
+    monthly, months = rng.randint(15, 45), rng.randint(5, 12)
+    price = rng.randint(700, 990)
     added = monthly * months
     have = start + added
     return (
@@ -237,18 +209,14 @@ def _saving(rng: random.Random) -> _Problem:
 
 
 def _tickets(rng: random.Random) -> _Problem:
-    adults, children, adult, child, costs = (
-        rng.randint(30, 80),
-        rng.randint(20, 60),
-        rng.randint(9, 16),
-        rng.randint(3, 7),
-        rng.randint(50, 150),
-    )
+    adults, children = rng.randint(30, 80), rng.randint(20, 60)
+    adult, child = rng.randint(9, 16), rng.randint(3, 7)
+    costs = rng.randint(50, 150)
     a, b = adults * adult, children * child
     return (
-        f"A theatre sells {adults} tickets to adults at ${adult} and {children} tickets to children "
-        f"at ${child}. The evening costs the theatre ${costs}. How many dollars of profit does it "
-        "make?",
+        f"A theatre sells {adults} tickets to adults at ${adult} and {children} tickets to "
+        f"children at ${child}. The evening costs the theatre ${costs}. How many "
+        "dollars of profit does it make?",
         [
             f"Adults pay {adults} * {adult} = {a} dollars.",
             f"Children pay {children} * {child} = {b} dollars.",
@@ -260,12 +228,8 @@ def _tickets(rng: random.Random) -> _Problem:
 
 
 def _tank(rng: random.Random) -> _Problem:
-    inflow, outflow, start, minutes = (
-        rng.randint(14, 30),
-        rng.randint(3, 9),
-        rng.randint(40, 120),
-        rng.randint(6, 25),
-    )
+    inflow, outflow = rng.randint(14, 30), rng.randint(3, 9)
+    start, minutes = rng.randint(40, 120), rng.randint(6, 25)
     net = inflow - outflow
     return (
         f"A tank holds {start} litres of water. A pump adds {inflow} litres a minute, while "
@@ -281,12 +245,8 @@ def _tank(rng: random.Random) -> _Problem:
 
 
 def _classes(rng: random.Random) -> _Problem:
-    classes, pupils, absent, bus = (
-        rng.randint(4, 9),
-        rng.randint(18, 28),
-        rng.randint(2, 15),
-        rng.choice((20, 25, 40)),
-    )
+    classes, pupils = rng.randint(4, 9), rng.randint(18, 28)
+    absent, bus = rng.randint(2, 15), rng.choice((20, 25, 40))
     total = classes * pupils
     going = total - absent
     buses = -(-going // bus)
@@ -305,12 +265,8 @@ def _classes(rng: random.Random) -> _Problem:
 
 
 def _discount(rng: random.Random) -> _Problem:
-    name, price, percent, pieces = (
-        rng.choice(_NAMES),
-        rng.randint(2, 12) * 20,
-        rng.choice((5, 10, 15, 20, 25)),
-        rng.randint(2, 6),
-    )
+    name, price = _name(rng), rng.randint(2, 12) * 20
+    percent, pieces = rng.choice((5, 10, 15, 20, 25)), rng.randint(2, 6)
     off = price * percent // 100
     return (
         f"A lamp costs ${price}. In the sale every lamp is {percent} percent cheaper, and {name} "
