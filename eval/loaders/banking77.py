@@ -39,13 +39,15 @@ def load_banking77(source: DataSource) -> tuple[CustomerQuestion, ...]:
             for question in entry["questions"]
         )
     if isinstance(place, HubSet):
-        return tuple(
-            CustomerQuestion(_line(row["text"]), row["label_text"]) for row in fetch(place)
-        )
+        return tuple(parsed(_from_hub, row, place.path) for row in fetch(place))
     return tuple(
         parsed(_question, row, f"{place.name}: row {number}")
         for number, row in enumerate(read_csv(place), 1)
     )
+
+
+def _from_hub(row: Row) -> CustomerQuestion:
+    return CustomerQuestion(_line(row["text"]), row["label_text"].strip())
 
 
 def _question(row: Row) -> CustomerQuestion:

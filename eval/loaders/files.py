@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders.source import DataSource
@@ -113,7 +115,11 @@ def parsed(make: Callable[[Any], T], row: Any, where: str) -> T:
         raise EvalError(f"{where}: not in the expected format: {error}") from None
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+@contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    unpack = gzip.open if path.suffix == ".gz" else open
+    try:
+        with unpack(path, "rt", encoding="utf-8-sig", newline="") as file:
+            yield cast(TextIO, file)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise EvalError(f"{path.name} cannot be read: {error}") from None

@@ -54,7 +54,7 @@ def load_hotpotqa(source: DataSource) -> tuple[MultiHopQuestion, ...]:
     if place is None:
         return tuple(_built_in())
     if isinstance(place, HubSet):
-        return tuple(_from_hub(row) for row in fetch(place))
+        return tuple(parsed(_from_hub, row, place.path) for row in fetch(place))
     return tuple(
         parsed(_from_file, entry, f"{place.name}: entry {index}")
         for index, entry in enumerate(read_json(place))

@@ -58,7 +58,7 @@ def load_squad(source: DataSource) -> tuple[QuestionedPassage, ...]:
     if place is None:
         return tuple(_built_in())
     if isinstance(place, HubSet):
-        return tuple(_by_context(fetch(place)))
+        return parsed(_by_context, fetch(place), place.path)
     content = read_json(place)
     read = _from_pairs if place.name.startswith(_PAIRS) else _from_articles
     return parsed(read, content, place.name)
@@ -105,14 +105,14 @@ def _from_pairs(content: Any) -> tuple[QuestionedPassage, ...]:
     )
 
 
-def _by_context(rows: Iterable[Row]) -> Iterator[QuestionedPassage]:
+def _by_context(rows: Iterable[Row]) -> tuple[QuestionedPassage, ...]:
     """Rows of the hub, one a question, put back together."""
     by_text: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["answers"]["text"]:
             by_text[row["context"]].append(row)
-    for index, (text, asked) in enumerate(by_text.items()):
-        yield QuestionedPassage(
+    return tuple(
+        QuestionedPassage(
             str(index),
             asked[0]["title"].replace("_", " "),
             _one_block(text),
@@ -123,6 +123,8 @@ def _by_context(rows: Iterable[Row]) -> Iterator[QuestionedPassage]:
                 for row in asked
             ),
         )
+        for index, (text, asked) in enumerate(by_text.items())
+    )
 
 
 def _built_in() -> Iterator[QuestionedPassage]:

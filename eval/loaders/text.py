@@ -74,7 +74,7 @@ def _occurrences(text: str, phrase: str) -> int:
 
 def _bounds(text: str) -> list[tuple[int, int]]:
     """Start and end of every sentence."""
-    cuts = [0]
+    cuts = [len(text) - len(text.lstrip())]
     for match in _END.finditer(text):
         before = text[cuts[-1] : match.start()].rsplit(None, 1)
         last = before[-1].lstrip("\"'“‘([").lower() if before else ""

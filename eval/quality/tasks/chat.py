@@ -69,7 +69,7 @@ def _group(
     history: list[Prompt] = []
     stripped: list[Message] = []
     for number, pages in enumerate(chunks(quoted, passages)):
-        titles = "; ".join(_page(page) for page in pages)
+        titles = ", ".join(f'"{_page(page)}"' for page in pages)
         asked = Message("user", _ASK[min(number, len(_ASK) - 1)].format(titles))
         answer = _answer(pages)
         thoughts = _thoughts(titles, random_)

@@ -16,6 +16,7 @@ _INSTRUCTION = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
     "I will quiz you about the numbers afterwards."
 )
+_NEUTRAL = "How many special magic numbers are mentioned in the provided text?"
 _ADJECTIVES = "amber brave calm dusty eager faint gentle hollow icy jolly keen lively"
 _NOUNS = "anchor beacon cedar dragon engine falcon glacier harbor island jungle kitten lagoon"
 _KEYS = [f"{adjective}-{noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split()]
@@ -54,14 +55,13 @@ def _group(name: str, seed: int, words: int, keys: int) -> Group:
     cases = tuple(
         Case(
             key,
-            _prompt(reordered(base, rng(seed, "needle", name, key)), key),
+            _prompt(reordered(base, rng(seed, "needle", name, key)), _question(key)),
             (number,),
             user(_question(key)),
         )
         for key, number in zip(chosen, numbers, strict=True)
     )
-    earlier = random_.choice(chosen)
-    return Group(name, (_prompt(base, earlier),), cases)
+    return Group(name, (_prompt(base, _NEUTRAL),), cases)
 
 
 def _question(key: str) -> str:
@@ -71,6 +71,6 @@ def _question(key: str) -> str:
     )
 
 
-def _prompt(text: Sequence[str], key: str) -> Prompt:
+def _prompt(text: Sequence[str], question: str) -> Prompt:
     haystack = "".join(f"{block}\n\n" for block in text)
-    return user(f"{_INSTRUCTION}\n\n{haystack}{_question(key)}")
+    return user(f"{_INSTRUCTION}\n\n{haystack}{question}")

@@ -16,6 +16,7 @@ _INSTRUCTION = (
     "Memorize the variable assignments hidden in the following text. They hold in whatever order "
     "they stand."
 )
+_NEUTRAL = "How many variables are assigned in the text above?"
 _NAME_LETTERS = 4
 _BLOCK_WORDS = 45
 
@@ -60,13 +61,13 @@ def _group(name: str, seed: int, words: int, chains: int, hops: int) -> Group:
     cases = tuple(
         Case(
             value,
-            _prompt(reordered(base, rng(seed, "variables", name, value)), value),
+            _prompt(reordered(base, rng(seed, "variables", name, value)), _question(value)),
             tuple(chain),
             user(_question(value)),
         )
         for value, chain in zip(values, members, strict=True)
     )
-    return Group(name, (_prompt(base, random_.choice(values)),), cases)
+    return Group(name, (_prompt(base, _NEUTRAL),), cases)
 
 
 def _names(random_: random.Random, number: int) -> list[str]:
@@ -84,6 +85,6 @@ def _question(value: str) -> str:
     )
 
 
-def _prompt(text: Sequence[str], value: str) -> Prompt:
+def _prompt(text: Sequence[str], question: str) -> Prompt:
     haystack = "".join(f"{block}\n\n" for block in text)
-    return user(f"{_INSTRUCTION}\n\n{haystack}{_question(value)}")
+    return user(f"{_INSTRUCTION}\n\n{haystack}{question}")
