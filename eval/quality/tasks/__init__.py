@@ -26,7 +26,7 @@ from kvshare_eval.quality.cases import Group
 
 Groups = Iterator[Group]
 #: Metrics that a task may name as its own; see :mod:`kvshare_eval.metrics`.
-METRICS = ("f1", "exact_match", "rouge_l", "contains", "last_number")
+METRICS = ("f1", "exact_match", "rouge_l", "contains", "found_share", "last_number")
 
 
 @dataclass(frozen=True)
