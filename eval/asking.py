@@ -72,7 +72,8 @@ class Asker:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection is not kept: the server may have closed it by the time it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
             connector=connector, headers=self._headers, timeout=self._timeout
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,12 +103,17 @@ def server_or_url(
         yield url
         return
     assert model is not None
-    with tempfile.TemporaryDirectory(prefix="kvshare-eval-") as logs:
-        server = Server(model, mode=mode, args=flags, log=Path(logs) / f"{mode}.log")
-        console.print(f"starting a server ({mode}) ...")
+    logs = Path(tempfile.mkdtemp(prefix="kvshare-eval-"))
+    server = Server(model, mode=mode, args=flags, log=logs / f"{mode}.log")
+    console.print(f"starting a server ({mode}) ...")
+    try:
         with server:
             console.print(f"it serves after {server.start_seconds:.0f} s")
             yield server.url
+    except Exception:
+        console.print(f"the server's log is {server.log}", soft_wrap=True)
+        raise
+    shutil.rmtree(logs, ignore_errors=True)
 
 
 def server_facts(info: Mapping[str, Any]) -> dict[str, Any]:

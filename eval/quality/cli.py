@@ -26,11 +26,11 @@ from kvshare_eval.front import (
 from kvshare_eval.loaders import DataSource
 from kvshare_eval.progress import Counting
 from kvshare_eval.quality.methods import DEFAULT_METHODS, Method, parse_methods
-from kvshare_eval.quality.runner import Depth, Part, QualityRun
-from kvshare_eval.quality.sizes import print_sizes
+from kvshare_eval.quality.runner import Depth, Part, QualityRun, take_cases
 from kvshare_eval.quality.tasks import find_task, tasks
 from kvshare_eval.rendering import load_renderer
 from kvshare_eval.run_dir import RunDir, plain_command
+from kvshare_eval.stats.sample_size import plan_lines
 
 #: Every plan is carried out: what is asked is what reuse costs, not whether it pays here.
 _KVSHARE_FLAGS = ("--kvshare-gate", "off")
@@ -67,7 +67,9 @@ class QualitySettings:
 
 
 def quality(
-    out: Annotated[Path, typer.Option(help="The run directory to make.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory to make.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Start a server for this folder or hub name.")
     ] = None,
@@ -131,6 +133,8 @@ def quality(
         if list_tasks:
             _list()
             raise Exit(0)
+        if out is None:
+            raise EvalError("give the run directory to make: --out DIR")
         flags = tuple(server_flags or CPU_SERVER_FLAGS)
         settings = QualitySettings(
             model=plain_command([model or url or ""]),
@@ -145,9 +149,11 @@ def quality(
             server=() if url else (*flags, *_KVSHARE_FLAGS),
         )
         source = data_source(data, hub)
-        parts = _parts(settings)
+        parts = _parts(settings, source)
         console = Console(stderr=True, highlight=False)
-        print_sizes(settings.methods, cases, console)
+        for part in parts:
+            for line in plan_lines(part.cases, len(part.groups), gold=part.has_gold):
+                console.print(f"{part.label}: {line}", soft_wrap=True)
         run = RunDir(
             out,
             kind="quality",
@@ -171,7 +177,6 @@ def quality(
                     run,
                     methods,
                     parts,
-                    source,
                     settings,
                     counting,
                 )
@@ -185,7 +190,6 @@ async def _measure(
     run: RunDir,
     methods: Sequence[Method],
     parts: Sequence[Part],
-    source: DataSource,
     settings: QualitySettings,
     counting: Counting,
 ) -> None:
@@ -198,7 +202,7 @@ async def _measure(
         depth = Depth(settings.top, settings.positions)
         ask = QualityRun(asker, renderer, run, methods, depth=depth, done=counting.advance)
         for part in parts:
-            await ask.part(part, source, settings.seed)
+            await ask.part(part)
 
 
 async def _refuse_what_the_server_cannot(asker: Asker, methods: Sequence[Method]) -> None:
@@ -211,11 +215,12 @@ async def _refuse_what_the_server_cannot(asker: Asker, methods: Sequence[Method]
             )
 
 
-def _parts(settings: QualitySettings) -> list[Part]:
+def _parts(settings: QualitySettings, source: DataSource) -> list[Part]:
     found = []
     for label in settings.tasks:
         task, options = find_task(label)
-        found.append(Part(label, task, options, settings.cases, settings.answers))
+        groups = take_cases(task.groups(source, settings.seed, options), settings.cases)
+        found.append(Part(label, task, tuple(groups), settings.answers))
     return found
 
 

@@ -1,10 +1,10 @@
 """What each method says to the server: methods are settings of a request, so one server does all.
 
-    full            nothing from the cache: the truth that the others are measured against
-    no_context      the question without its context: the floor
-    exact_prefix    stock SGLang
-    none            reuse without repair
-    seams@0.2       reuse; the selector ``seams`` recomputes a share of 0.2
+full            nothing from the cache: the truth that the others are measured against
+no_context      the question without its context: the floor
+exact_prefix    stock SGLang
+none            reuse without repair
+seams@0.2       reuse; the selector ``seams`` recomputes a share of 0.2
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
 """One quality run: history, then every case with every method, records as they come.
 
-    for each group       history, one request after the other
-      for each case      full and no_context  ->  score full's answer with every other method
-                                              ->  generate where a method's answer will differ
+for each group       history, one request after the other
+  for each case      full and no_context  ->  score full's answer with every other method
+                                          ->  generate where a method's answer will differ
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvshare_eval.asking import Answered, Asker, Scored
-from kvshare_eval.loaders import DataSource
 from kvshare_eval.metrics import all_scores, divergence
 from kvshare_eval.quality.cases import Case, Group
-from kvshare_eval.quality.methods import FULL, HISTORY_SETTINGS, NO_CONTEXT, Method
+from kvshare_eval.quality.methods import HISTORY_SETTINGS, NO_CONTEXT, Method
 from kvshare_eval.quality.record import Divergence, QualityRecord
 from kvshare_eval.quality.tasks import Task
 from kvshare_eval.rendering import Renderer
@@ -33,16 +31,23 @@ class Part:
 
     Attributes:
         label: the task with its options, as the command line gave it.
-        task, options: what the label says.
-        cases: how many are measured.
+        task: what the label says.
+        groups: with all the cases that are measured.
         answers: generate answers and judge them; without it only divergence is measured.
     """
 
     label: str
     task: Task
-    options: Mapping[str, Any]
-    cases: int
+    groups: tuple[Group, ...]
     answers: bool
+
+    @property
+    def cases(self) -> int:
+        return sum(len(group.cases) for group in self.groups)
+
+    @property
+    def has_gold(self) -> bool:
+        return self.answers and any(c.answers for group in self.groups for c in group.cases)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,9 @@ class QualityRun:
         # A server may still hold what an earlier start of this run left there.
         self._salt = uuid.uuid4().hex
 
-    async def part(self, part: Part, data: DataSource, seed: int) -> None:
+    async def part(self, part: Part) -> None:
         """Measure the cases of one part."""
-        groups = take_cases(part.task.groups(data, seed, dict(part.options)), part.cases)
-        waiting = iter(groups)
+        waiting = iter(part.groups)
 
         async def worker() -> None:
             for group in waiting:
@@ -178,8 +182,8 @@ class QualityRun:
             ids, full.ids[:count], wanted, salt=salt, settings=method.settings
         )
         best = [max(top, key=lambda token: top[token]) for top in tops]
-        same = [a == b for a, b in zip(best, scored.best, strict=True)]
-        return scored, divergence(tops, scored.wanted, same)
+        apart = divergence(tops, scored.wanted, full_top1=best, method_top1=scored.best)
+        return scored, apart
 
     def _write(self, record: QualityRecord) -> None:
         if record.key not in self._run.done:
