@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _END = re.compile(r"[.!?]+[\"'”’)\]]*(\s+)(?=[\"'“‘(\[$]*[A-Z0-9])")
 _ABBREVIATIONS = (
-    "mr mrs ms dr st prof gen col capt lt sgt rev hon jr sr no vol vs etc e.g i.e a.m p.m u.s"
+    "mr mrs ms dr st prof gen col capt lt sgt rev hon jr sr vol vs etc e.g i.e a.m p.m u.s"
 )
 
 

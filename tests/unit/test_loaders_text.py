@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
     ("text", "expected"),
     [
         ("One. Two! Three?", ["One.", "Two!", "Three?"]),
-        ("Mr. Bennet saw Dr. No. He left.", ["Mr. Bennet saw Dr. No. He left."]),
+        ("Mr. Bennet said No. He left.", ["Mr. Bennet said No.", "He left."]),
         (
             "J. M. Barrie wrote it. So did I. We met.",
             ["J. M. Barrie wrote it.", "So did I.", "We met."],

@@ -35,8 +35,8 @@ def chat(
     data: DataSource,
     seed: int,
     *,
-    turns: int = 2,
-    passages: int = 2,
+    turns: int = 1,
+    passages: int = 4,
     questions: int = 3,
     max_words: int = 110,
 ) -> Groups:
@@ -50,7 +50,8 @@ def chat(
     Args:
         data: where the passages are that the answers quote.
         seed: decides which passages stand in which chat, and the thoughts.
-        turns: answers before the question.
+        turns: answers before the question. The history of a later answer holds the earlier ones
+            without their thinking, so that only the last answer is not an exact prefix.
         passages: how many each answer quotes.
         questions: how many are asked about a chat, a case each.
         max_words: the longest passage; longer ones come last and as excerpts.
