@@ -61,6 +61,8 @@ class WindowRecord:
         scheduler_cpu_s: CPU time of the scheduler process in that window; ``None`` if not known.
         kv_tokens_peak: most KV slots in use; ``None`` if the server does not tell.
         kv_bytes_peak: the same in bytes.
+        client: ``own`` or ``sglang``; the latter tells no ``due_ms`` and ``sent_ms`` (both 0), and
+            its TTFT counts from sending.
     """
 
     key: str
@@ -74,6 +76,7 @@ class WindowRecord:
     scheduler_cpu_s: float | None = None
     kv_tokens_peak: int | None = None
     kv_bytes_peak: int | None = None
+    client: str = "own"
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "window", **asdict(self)}
