@@ -46,7 +46,7 @@ def request_body(request: LoadRequest, kvshare: Mapping[str, Any] | None) -> byt
 
 
 def generate_fields(request: LoadRequest, kvshare: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ``/generate`` is asked: greedy, and on every side as many tokens as the workload says."""
+    """What ``/generate`` is asked: greedy, and as many tokens on every side."""
     sampling: dict[str, Any] = {
         "temperature": 0.0,
         "max_new_tokens": request.output_tokens,

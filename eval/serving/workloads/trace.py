@@ -48,15 +48,14 @@ def trace(
         size = min(max_tokens, max(1, round(one.prompt_tokens * scale)))
         prompt = _prompt(tokens, one, size, block_tokens, salt)
         blocks = one.block_hashes[: -(-size // block_tokens)]
-        known = next((i for i, block in enumerate(blocks) if block not in sent), len(blocks))
+        known = sum(
+            min(block_tokens, size - place * block_tokens)
+            for place, block in enumerate(blocks)
+            if block in sent
+        )
         sent.update(blocks)
         requests.append(
-            LoadRequest(
-                prompt,
-                min(max_output_tokens, one.output_tokens),
-                min(size, known * block_tokens),
-                due_s,
-            )
+            LoadRequest(prompt, min(max_output_tokens, one.output_tokens), known, due_s)
         )
     if not requests:
         raise EvalError(f"trace {name} has no request after the first {skip}")
