@@ -26,7 +26,7 @@ from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders import DataSource
 from kvshare_eval.run_dir import RunDir, load_run, plain_command
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
-from kvshare_eval.serving.runner import CLIENTS, Runner, Slo, Sweep, baseline_of, clients_of
+from kvshare_eval.serving.runner import CLIENTS, Runner, Slo, Sweep, check_sweep, clients_of
 from kvshare_eval.serving.sides import check_sides, read_urls, started_sides, url_sides
 from kvshare_eval.serving.tokens import load_corpus
 from kvshare_eval.serving.window import ClientSettings
@@ -116,7 +116,7 @@ def serving(
     same requests to each side in turn, the cache emptied before each window.
     """
     urls = read_urls(url or [])
-    names = check_sides(list(urls) if urls else _list("--sides", sides, str))
+    names = check_sides(list(urls) or _list("--sides", sides, str))
     if urls and server_args:
         raise EvalError("--server-args: for servers that are started, not for --url")
     if client not in CLIENTS:
@@ -157,8 +157,8 @@ def serving(
         "poll": poll,
         "seed": seed,
     }
-    baseline_of(names, sweep)  # a sweep that cannot be done is refused before servers start
     corpus = load_corpus(model, DataSource(folder=data))
+    check_sweep(sweep, names, corpus)
     run = RunDir(out, kind="serving", command=_command(), settings=settings, resume=resume)
     earlier = load_run(out).records
     with ExitStack() as stack:

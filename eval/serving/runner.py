@@ -94,6 +94,17 @@ def clients_of(sweep: Sweep, model: str) -> dict[str, str]:
     return chosen
 
 
+def check_sweep(sweep: Sweep, sides: Sequence[str], corpus: Corpus) -> None:
+    """Refuse what cannot be done before any server starts.
+
+    Raises:
+        EvalError: names the option and what is allowed.
+    """
+    baseline_of(sides, sweep)
+    for spec in sweep.specs:
+        arrivals(Window(spec, None, _CALIBRATION), corpus, sweep.seed, sweep.amount)
+
+
 class Runner:
     """Measures a sweep on sides whose servers run.
 

@@ -126,7 +126,6 @@ def read_urls(items: Sequence[str]) -> dict[str, str]:
         if name in urls:
             raise EvalError(f"--url {name}=: given twice")
         urls[name] = url.rstrip("/")
-    check_sides(list(urls))
     return urls
 
 

@@ -102,13 +102,13 @@ def test_the_peak_while_it_watches(
 
     async def watch(stub: Stub) -> int | None:
         async with watch_kv(stub.url, enabled=enabled) as peak:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             if used is not None:
                 stub.used_tokens = 90
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             if used is not None:
                 stub.used_tokens = 10
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         return peak.tokens
 
     with Stub(used_tokens=used) as stub:

@@ -112,7 +112,8 @@ def test_sides_and_urls() -> None:
     for names in (["none"], ["off", "off"], []):
         with pytest.raises(EvalError, match="side"):
             check_sides(names)
-    for items in (["http://a:1"], ["off=a:1"], ["off=http://a", "off=http://b"], ["x=http://a"]):
+    assert read_urls([]) == {}
+    for items in (["http://a:1"], ["off=a:1"], ["off=http://a", "off=http://b"]):
         with pytest.raises(EvalError):
             read_urls(items)
 
