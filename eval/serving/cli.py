@@ -26,8 +26,9 @@ from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders import DataSource
 from kvshare_eval.run_dir import RunDir, load_run, plain_command
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
-from kvshare_eval.serving.runner import CLIENTS, Runner, Slo, Sweep, check_sweep, clients_of
+from kvshare_eval.serving.runner import Runner
 from kvshare_eval.serving.sides import check_sides, read_urls, started_sides, url_sides
+from kvshare_eval.serving.sweep import CLIENTS, Slo, Sweep, check_sweep, clients_of
 from kvshare_eval.serving.tokens import load_corpus
 from kvshare_eval.serving.window import ClientSettings
 from kvshare_eval.serving.workloads import workloads

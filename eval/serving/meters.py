@@ -16,16 +16,30 @@ _USED = re.compile(rb"^sglang:num_used_tokens(?:\{[^}]*\})? ([0-9.e+]+)", re.MUL
 
 
 class KvPeak:
-    """The most KV slots seen in use; ``None`` while the server has not said."""
+    """The most KV slots that requests held; what is cached and can be evicted does not count."""
 
     def __init__(self) -> None:
-        self.tokens: int | None = None
+        self._stale: int | None = None
+        self._peak: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """``None`` while the server has not said."""
+        return self._stale if self._peak is None else self._peak
 
     def see(self, metrics: bytes) -> None:
-        """Read one answer of ``/metrics``; ranks that replicate a request report the same."""
-        used = [int(float(value)) for value in _USED.findall(metrics)]
-        if used:
-            self.tokens = max(self.tokens or 0, *used)
+        """Read one answer of ``/metrics``; ranks that replicate a request report the same.
+
+        A gauge keeps its last value: until it changes it may be that of the window before, and
+        counts only if it never changes.
+        """
+        used = max((int(float(value)) for value in _USED.findall(metrics)), default=None)
+        if used is None:
+            return
+        if self._stale is None:
+            self._stale = used
+        if self._peak is not None or used != self._stale:
+            self._peak = max(self._peak or 0, used)
 
 
 @contextlib.asynccontextmanager

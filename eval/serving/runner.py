@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.run_dir import RunDir
 from kvshare_eval.serving.load import Measured
 from kvshare_eval.serving.plan import (
-    Amount,
     Arrivals,
     Spec,
     Window,
@@ -21,88 +19,17 @@ from kvshare_eval.serving.plan import (
     windows_of,
 )
 from kvshare_eval.serving.record import WindowRecord
-from kvshare_eval.serving.sglang_client import why_not
 from kvshare_eval.serving.sides import Side
 from kvshare_eval.serving.summary import line, summarize
+from kvshare_eval.serving.sweep import CALIBRATION, Sweep, baseline_of, clients_of
 from kvshare_eval.serving.tokens import Corpus, Tokens, kv_bytes_per_token
 from kvshare_eval.serving.window import ClientSettings, measure
 
-CLIENTS = ("auto", "own", "sglang")
 #: ``--slo-*-ms auto``: this many times what stock takes for one request alone.
 SLO_FACTOR = 3.0
-#: The repeat's number in whose name calibration prompts are made.
-_CALIBRATION = -1
 _WARM_UPS = 2
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Limits in ms: a number, ``auto``, or ``None`` for none."""
-
-    ttft_ms: float | str | None
-    tbt_ms: float | str | None
-
-    @property
-    def auto(self) -> bool:
-        return "auto" in (self.ttft_ms, self.tbt_ms)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What is measured; see :mod:`kvshare_eval.serving.plan`.
-
-    Attributes:
-        rates: ``None``: found by measuring what the baseline serves one at a time.
-        multiples: of that rate.
-        client: one of :data:`CLIENTS`.
-    """
-
-    specs: tuple[Spec, ...]
-    rates: tuple[float | None, ...] | None
-    multiples: tuple[float, ...]
-    repeats: int
-    amount: Amount
-    seed: int
-    slo: Slo
-    client: str
-
-
-def baseline_of(sides: Sequence[str], sweep: Sweep) -> str | None:
-    """The side that automatic rates and limits rest on; ``None`` where nothing is automatic."""
-    if sweep.rates is not None and not sweep.slo.auto:
-        return None
-    for name in ("stock", "off"):
-        if name in sides:
-            return name
-    raise EvalError("rates or limits that are 'auto' rest on the side stock or off: name one")
-
-
-def clients_of(sweep: Sweep, model: str) -> dict[str, str]:
-    """Workload -> ``own`` or ``sglang``; SGLang's wherever it can, unless another is asked for.
-
-    Raises:
-        EvalError: SGLang's is asked for and cannot.
-    """
-    chosen: dict[str, str] = {}
-    for spec in sweep.specs:
-        reason = why_not(spec.workload, model) if sweep.client != "own" else "not asked for"
-        if reason and sweep.client == "sglang":
-            raise EvalError(f"--client sglang: {reason}; --client own can")
-        chosen[spec.text] = "own" if reason else "sglang"
-    return chosen
-
-
-def check_sweep(sweep: Sweep, sides: Sequence[str], corpus: Corpus) -> None:
-    """Refuse what cannot be done before any server starts.
-
-    Raises:
-        EvalError: names the option and what is allowed.
-    """
-    baseline_of(sides, sweep)
-    for spec in sweep.specs:
-        arrivals(Window(spec, None, _CALIBRATION), corpus, sweep.seed, sweep.amount)
 
 
 class Runner:
@@ -142,7 +69,7 @@ class Runner:
 
     def prepare(self) -> None:
         """Check and warm up every server, and note what it says of itself."""
-        first = Window(self._sweep.specs[0], None, _CALIBRATION)
+        first = Window(self._sweep.specs[0], None, CALIBRATION)
         prompt_tokens = self._arrivals(first).load.prompt_tokens
         for name, side in self._sides.items():
             tokens = Tokens(self._corpus, f"{self._sweep.seed}/warm-up of {name}")
@@ -232,7 +159,7 @@ class Runner:
         if key in self._earlier:
             return self._earlier[key]
         assert self._baseline is not None
-        window = Window(spec, None, _CALIBRATION)
+        window = Window(spec, None, CALIBRATION)
         made = self._arrivals(window)
         load = type(made.load)(made.load.warm_up, made.load.requests[: self._sweep.amount.closed])
         got = asyncio.run(

@@ -51,6 +51,8 @@ def generate_fields(request: LoadRequest, kvshare: Mapping[str, Any] | None) -> 
         "temperature": 0.0,
         "max_new_tokens": request.output_tokens,
         "ignore_eos": True,
+        # So that every token has a text: SGLang's own client takes an empty one for no token.
+        "skip_special_tokens": False,
     }
     if kvshare is not None:
         sampling["custom_params"] = {"kvshare": dict(kvshare)}

@@ -94,7 +94,6 @@ async def _warm_up(side: Side, arrivals: Arrivals, timeout_s: float) -> None:
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """Keep Python's garbage collector from pausing the client."""
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.run_dir import Run, load_run
-from kvshare_eval.serving import cli, runner, sides
+from kvshare_eval.serving import cli, sides, sweep
 from kvshare_eval.serving.cli import serving
 from kvshare_eval.serving.record import RequestRecord, WindowRecord
 from kvshare_eval.serving.sides import Side
@@ -281,7 +281,7 @@ def test_sglangs_client_where_it_can(
 
     monkeypatch.setattr(window_module, "bench_serving", fake)
     reasons = {"rag": None, "trace": "it cannot"}
-    monkeypatch.setattr(runner, "why_not", lambda workload, model: reasons[workload.name])
+    monkeypatch.setattr(sweep, "why_not", lambda workload, model: reasons[workload.name])
     (tmp_path / "azure_llm_2023_conv.csv").write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.1000000,9,3\n"
     )

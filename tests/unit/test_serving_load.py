@@ -128,6 +128,7 @@ def test_what_is_sent_and_what_comes_back() -> None:
             "temperature": 0.0,
             "max_new_tokens": 3,
             "ignore_eos": True,
+            "skip_special_tokens": False,
             "custom_params": {"kvshare": {"reuse": "exact_prefix"}},
         },
     }

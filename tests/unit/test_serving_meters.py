@@ -77,9 +77,14 @@ def test_reading_the_gauge() -> None:
     peak = KvPeak()
     peak.see(b"# HELP sglang:num_used_tokens used\nsglang:token_usage 0.5\n")
     assert peak.tokens is None
+    peak.see(b"sglang:num_used_tokens 9999.0\n")  # may be left from the window before
+    peak.see(b"sglang:num_used_tokens 9999.0\n")
+    assert peak.tokens == 9999
     peak.see(b'a 1\nsglang:num_used_tokens{model="m",tp_rank="0"} 1.5e+03\nb 2\n')
     peak.see(b'sglang:num_used_tokens{tp_rank="0"} 12.0\nsglang:num_used_tokens{tp_rank="1"} 9.0\n')
     assert peak.tokens == 1500
+    peak.see(b"sglang:num_used_tokens 9999.0\n")
+    assert peak.tokens == 9999
 
 
 def test_reading_is_cheap() -> None:

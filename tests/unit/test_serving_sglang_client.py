@@ -78,7 +78,7 @@ def test_results_of_a_stock_server_and_of_nothing() -> None:
     silent = {**stock, "errors": ["", "", ""]}
     got = to_measured(silent, "w", 3)
     assert got.records[0].cached_tokens == 0
-    assert got.records[2].error == "no token came"
+    assert got.records[2].error == "no text came"
     with pytest.raises(EvalError, match="left 3 results of 4"):
         to_measured(RESULT, "w", 4)
 
@@ -97,7 +97,8 @@ def test_what_it_can_send(tmp_path: Path) -> None:
 
 #: Reads what it was told to, and writes the results of it.
 FAKE = """
-    import json, sys
+    import json, os, sys
+    assert "SGLANG_IS_IN_CI" not in os.environ
     words = dict(zip(sys.argv[1::1], sys.argv[2::1]))
     lines = [json.loads(line) for line in open(words["--dataset-path"])]
     if lines[0]["input_ids"] == [13]:
@@ -126,6 +127,7 @@ def run(requests: list[LoadRequest], rate: float | None = 1.0) -> Any:
 
 @pytest.mark.usefixtures("fake")
 def test_it_runs_as_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_IS_IN_CI", "1")
     got = run(REQUESTS)
     assert [(one.prompt_tokens, one.output_tokens) for one in got.records] == [(4, 3), (4, 2)]
     assert run(REQUESTS, None).seconds == 2.0
@@ -209,6 +211,7 @@ def test_the_installed_client_sends_what_ours_sends(tmp_path: Path) -> None:
         "temperature": 0.0,
         "max_new_tokens": 3,
         "ignore_eos": True,
+        "skip_special_tokens": False,
         "custom_params": {"kvshare": kvshare},
     }
     assert (output.success, output.output_len, output.prompt_len) == (True, 3, 4)
