@@ -59,8 +59,11 @@ class WindowRecord:
         repeat: number of the repetition; the sides of one repeat are interleaved.
         seconds: from the first request due to the last answer.
         scheduler_cpu_s: CPU time of the scheduler process in that window; ``None`` if not known.
-        kv_tokens_peak: most KV slots in use; ``None`` if the server does not tell.
+        kv_tokens_peak: most KV slots that requests held, as far as polling saw; what is cached and
+            can be evicted does not count. ``None`` if the server does not tell.
         kv_bytes_peak: the same in bytes.
+        client: ``own`` or ``sglang``; the latter tells no ``due_ms`` and ``sent_ms`` (both 0), and
+            its TTFT counts from sending.
     """
 
     key: str
@@ -74,6 +77,7 @@ class WindowRecord:
     scheduler_cpu_s: float | None = None
     kv_tokens_peak: int | None = None
     kv_bytes_peak: int | None = None
+    client: str = "own"
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "window", **asdict(self)}
