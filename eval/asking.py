@@ -100,6 +100,7 @@ class Asker:
         salt: str | None = None,
         settings: Mapping[str, Any] | None = None,
         top: int = 0,
+        stop: Sequence[str] = (),
     ) -> Answered:
         """One greedy answer.
 
@@ -109,8 +110,11 @@ class Asker:
             salt: the namespace (``cache_salt``).
             settings: ``custom_params.kvshare``.
             top: how many of the most likely tokens of each position are told.
+            stop: texts that end the answer.
         """
         body = _body(ids, max_new_tokens, salt, settings)
+        if stop:
+            body["sampling_params"]["stop"] = list(stop)
         if top:
             body |= {"return_logprob": True, "top_logprobs_num": top}
         data, e2e_ms = await self._timed(body)

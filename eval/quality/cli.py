@@ -46,6 +46,7 @@ class QualitySettings:
     cases: int
     seed: int
     answers: bool
+    gold: bool
     top: int
     positions: int
     data: str
@@ -59,6 +60,7 @@ class QualitySettings:
             "cases": self.cases,
             "seed": self.seed,
             "answers": self.answers,
+            "gold": self.gold,
             "top": self.top,
             "positions": self.positions,
             "data": self.data,
@@ -106,6 +108,9 @@ def quality(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub name; by default the server's own.")
     ] = None,
+    gold: Annotated[
+        bool, typer.Option(help="Write the accepted answers, which are the data set's, as well.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
     top: Annotated[int, typer.Option(min=1, help="Tokens told apart at each position.")] = 20,
@@ -143,6 +148,7 @@ def quality(
             cases=cases,
             seed=seed,
             answers=answers,
+            gold=gold,
             top=top,
             positions=positions,
             data="hub" if hub else data.name if data else "built in",
@@ -200,7 +206,7 @@ async def _measure(
         if "server" not in run.done:
             run.append({"key": "server", "type": "server", **server_facts(info)})
         depth = Depth(settings.top, settings.positions)
-        ask = QualityRun(asker, renderer, run, methods, depth=depth, done=counting.advance)
+        ask = QualityRun(asker, renderer, run, methods, depth=depth, keep_gold=settings.gold, done=counting.advance)
         for part in parts:
             await ask.part(part)
 

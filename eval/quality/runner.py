@@ -26,6 +26,14 @@ GROUPS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
+class Depth:
+    """``top``: tokens that are told apart at each position; ``positions``: of an answer."""
+
+    top: int = 20
+    positions: int = 32
+
+
+@dataclass(frozen=True)
 class Part:
     """One task of a run.
 
@@ -45,17 +53,14 @@ class Part:
     def cases(self) -> int:
         return sum(len(group.cases) for group in self.groups)
 
+    def answer_tokens(self, depth: Depth) -> int:
+        """The longest answer of full recompute: no more than is looked at."""
+        longest = self.task.max_new_tokens
+        return longest if self.answers else min(longest, depth.positions)
+
     @property
     def has_gold(self) -> bool:
         return self.answers and any(c.answers for group in self.groups for c in group.cases)
-
-
-@dataclass(frozen=True)
-class Depth:
-    """``top``: tokens that are told apart at each position; ``positions``: of an answer."""
-
-    top: int = 20
-    positions: int = 32
 
 
 class QualityRun:
@@ -67,6 +72,7 @@ class QualityRun:
         run: an open run directory.
         methods: see :func:`kvshare_eval.quality.methods.parse_methods`; ``full`` is the first.
         depth: how closely distributions are looked at.
+        keep_gold: write the accepted answers into the records; they are the data set's.
         done: called with the label of a part after each of its cases.
     """
 
@@ -78,8 +84,10 @@ class QualityRun:
         methods: Sequence[Method],
         *,
         depth: Depth,
+        keep_gold: bool,
         done: Callable[[str], None],
     ) -> None:
+        self._keep_gold = keep_gold
         self._asker = asker
         self._renderer = renderer
         self._run = run
@@ -126,17 +134,18 @@ class QualityRun:
 
     async def _case(self, part: Part, group: Group, case: Case, salt: str) -> None:
         ids = self._renderer.ids(case.prompt)
-        made = _Maker(part, group, case, len(ids))
+        made = _Maker(part, group, case, len(ids), self._keep_gold)
         full_method, *others = self._methods_of(part, case)
         # Full recompute is asked for again when a case is resumed: its distributions are not kept.
         full = await self._asker.generate(
             ids,
-            max_new_tokens=part.task.max_new_tokens,
+            max_new_tokens=part.answer_tokens(self._depth),
             salt=salt,
             settings=full_method.settings,
             top=self._depth.top,
+            stop=part.task.stop,
         )
-        self._write(made.record(full_method, full, answer=full.text))
+        self._write(made.record(full_method, full, answer=full.text if part.answers else None))
         async with asyncio.TaskGroup() as tasks:
             for method in others:
                 tasks.create_task(self._method(made, method, ids, full, salt))
@@ -169,6 +178,7 @@ class QualityRun:
             max_new_tokens=made.part.task.max_new_tokens,
             salt=salt,
             settings=method.settings,
+            stop=made.part.task.stop,
         )
 
     async def _score(
@@ -198,6 +208,7 @@ class _Maker:
     group: Group
     case: Case
     prompt_tokens: int
+    keep_gold: bool
 
     def key(self, method: Method) -> str:
         return _key(self.part, self.group, self.case, method)
@@ -223,7 +234,7 @@ class _Maker:
             prompt_tokens=self.prompt_tokens,
             answer=answer,
             same_as_full=same,
-            gold=gold,
+            gold=gold if self.keep_gold else (),
             metric=task.metric,
             scores=all_scores(answer or "", gold, first_line=task.first_line) if judged else {},
             divergence=apart,

@@ -39,6 +39,7 @@ class Task:
         metric: the figure by which answers are judged, one of :data:`METRICS`.
         max_new_tokens: the longest answer.
         first_line: only the first line of an answer is judged.
+        stop: texts that end an answer, where a model goes on with a question of its own.
         doc: one line that says what is repeated, and where.
     """
 
@@ -47,6 +48,7 @@ class Task:
     metric: str
     max_new_tokens: int
     first_line: bool
+    stop: tuple[str, ...]
     doc: str
 
     def defaults(self) -> dict[str, Any]:
@@ -63,9 +65,14 @@ _TASKS: dict[str, Task] = {}
 
 
 def register_task(
-    name: str, *, metric: str, max_new_tokens: int, first_line: bool = False
+    name: str,
+    *,
+    metric: str,
+    max_new_tokens: int,
+    first_line: bool = False,
+    stop: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Groups]], Callable[..., Groups]]:
-    """Add a task. ``first_line``: only the first line of an answer is judged."""
+    """Add a task; the arguments are those of :class:`Task`."""
     if metric not in METRICS:
         raise ValueError(f"task {name!r}: metric={metric!r}: allowed are {', '.join(METRICS)}")
 
@@ -73,7 +80,7 @@ def register_task(
         if name in _TASKS:
             raise ValueError(f"task {name!r} is registered already")
         doc = (make.__doc__ or "").strip().splitlines()[0]
-        _TASKS[name] = Task(name, make, metric, max_new_tokens, first_line, doc)
+        _TASKS[name] = Task(name, make, metric, max_new_tokens, first_line, stop, doc)
         return make
 
     return add

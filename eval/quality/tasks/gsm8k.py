@@ -12,10 +12,12 @@ from kvshare_eval.quality.cases import Case, Group, Prompt, user
 from kvshare_eval.quality.tasks import Groups, register_task
 from kvshare_eval.quality.tasks._shared import at_least, chunks, reordered, rng, shuffled
 
+#: A small model goes on with a question of its own, whose number would be the last one.
+NEXT_QUESTION = ("\n\nQuestion:",)
 _INSTRUCTION = "Answer the last question step by step. End with a line '#### ' and the number."
 
 
-@register_task("gsm8k", metric="last_number", max_new_tokens=160)
+@register_task("gsm8k", metric="last_number", max_new_tokens=160, stop=NEXT_QUESTION)
 def gsm8k(
     data: DataSource, seed: int, *, shots: int = 4, questions: int = 4, max_shot_words: int = 90
 ) -> Groups:

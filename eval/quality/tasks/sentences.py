@@ -9,10 +9,10 @@ from kvshare_eval.loaders.text import word_count
 from kvshare_eval.quality.cases import Case, Group, Prompt
 from kvshare_eval.quality.tasks import Groups, register_task
 from kvshare_eval.quality.tasks._shared import at_least, rng, shuffled
-from kvshare_eval.quality.tasks.gsm8k import few_shot
+from kvshare_eval.quality.tasks.gsm8k import NEXT_QUESTION, few_shot
 
 
-@register_task("sentences", metric="last_number", max_new_tokens=160)
+@register_task("sentences", metric="last_number", max_new_tokens=160, stop=NEXT_QUESTION)
 def sentences(
     data: DataSource, seed: int, *, padding: int = 14, min_words: int = 0, shots: int = 0
 ) -> Groups:
