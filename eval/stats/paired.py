@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvshare_eval.stats.bootstrap import (
+    Array,
     Interval,
     Sample,
     bootstrap_ci,
@@ -27,7 +28,7 @@ from kvshare_eval.stats.bootstrap import (
 #: without repair costs a typical question.
 KL_FLOOR = 1e-4
 
-Values = Sequence[float]
+Values = Sequence[float] | Array
 Groups = Sequence[Hashable]
 
 

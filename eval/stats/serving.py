@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from kvshare_eval.serving.record import RequestRecord, WindowRecord
-from kvshare_eval.stats.bootstrap import Interval, Sample, bootstrap_ci, quantile
+from kvshare_eval.stats.bootstrap import Interval, Sample, bootstrap_ci, mean, quantile
 
 #: Share of requests within their SLO up to which a server is not saturated.
 ATTAINED = 0.9
@@ -80,20 +80,20 @@ def completed(request: RequestRecord) -> bool:
 
 def ttft(load: Load) -> tuple[list[float], list[Block]]:
     """Times to the first token in ms, and the block that each belongs to (see :func:`blocks`)."""
-    return _times((block, [request.ttft_ms]) for request, block in _in_blocks(load))
+    return _times(load, lambda request: [request.ttft_ms])
 
 
 def e2e(load: Load) -> tuple[list[float], list[Block]]:
-    return _times((block, [request.e2e_ms]) for request, block in _in_blocks(load))
+    return _times(load, lambda request: [request.e2e_ms])
 
 
 def tbt(load: Load) -> tuple[list[float], list[Block]]:
     """All gaps between tokens, of all requests."""
-    return _times((block, request.tbt_ms) for request, block in _in_blocks(load))
+    return _times(load, lambda request: request.tbt_ms)
 
 
 def _in_blocks(load: Load) -> Iterable[tuple[RequestRecord, Block]]:
-    """Completed requests with their block.
+    """All requests with their block.
 
     Requests that follow each other wait in the same queue, so a block of some ``sqrt(n)`` of them
     is what is resampled, not a request.
@@ -101,25 +101,31 @@ def _in_blocks(load: Load) -> Iterable[tuple[RequestRecord, Block]]:
     for window, requests in load.windows:
         size = max(1, round(math.sqrt(len(requests))))
         for index, request in enumerate(requests):
-            if completed(request):
-                yield request, (window.key, index // size)
+            yield request, (window.key, index // size)
 
 
 def _times(
-    rows: Iterable[tuple[Block, Sequence[float | None]]],
+    load: Load, of: Callable[[RequestRecord], Sequence[float | None]]
 ) -> tuple[list[float], list[Block]]:
-    values: list[float] = []
-    blocks: list[Block] = []
-    for block, times in rows:
-        known = [float(time) for time in times if time is not None]
-        values += known
-        blocks += [block] * len(known)
-    return values, blocks
+    """Times of completed requests."""
+    rows = [
+        (time, block)
+        for request, block in _in_blocks(load)
+        if completed(request)
+        for time in of(request)
+        if time is not None
+    ]
+    return [time for time, _ in rows], [block for _, block in rows]
+
+
+def tells_percentile(count: int, q: float) -> bool:
+    """With fewer than ``1 / (1 - q)`` values that high a percentile is but the largest."""
+    return count > 0 and count * (1 - q) >= 1 - 1e-9
 
 
 def percentile(values: Sequence[float], blocks: Sequence[Block], q: float) -> Interval | None:
-    """``None`` with fewer than ``1 / (1 - q)`` values: that high a percentile is the largest."""
-    if not values or len(values) * (1 - q) < 1 - 1e-9:
+    """``None`` where there are too few values (see :func:`tells_percentile`)."""
+    if not tells_percentile(len(values), q):
         return None
     return bootstrap_ci(Sample.of(values, blocks), quantile(q))
 
@@ -128,6 +134,14 @@ def attainment(load: Load, slo: Slo) -> float | None:
     """Share of all requests, failed ones included, that meet the SLO."""
     requests = load.requests
     return sum(map(slo.met, requests)) / len(requests) if requests else None
+
+
+def attainment_interval(load: Load, slo: Slo) -> Interval | None:
+    """The same with its interval over blocks."""
+    rows = [(float(slo.met(request)), block) for request, block in _in_blocks(load)]
+    if not rows:
+        return None
+    return bootstrap_ci(Sample.of([met for met, _ in rows], [block for _, block in rows]), mean)
 
 
 def goodput(load: Load, slo: Slo) -> float | None:
