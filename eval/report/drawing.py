@@ -103,7 +103,8 @@ def ecdf(ax: Any, lines: Sequence[tuple[str, int, Sequence[float]]], label: str)
 
 
 def legend(ax: Any) -> None:
-    ax.legend(fontsize=8, framealpha=0.8, edgecolor="none")
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=8, framealpha=0.8, edgecolor="none")
 
 
 def log_axis(ax: Any, which: Literal["x", "y"]) -> None:

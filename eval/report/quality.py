@@ -167,7 +167,8 @@ def _summary(task: TaskCases, method: str) -> MethodSummary:
         figures["score_wins"] = _wins(task, method, score, lower_is_better=False)
         figures["kl_ratio"] = _pair(task, method, BASE, kl, geometric_mean_ratio)
         figures["kl_wins"] = _wins(task, method, kl, lower_is_better=True)
-    firsts = [r.divergence.first_divergence for r in records.values() if r.divergence]
+    told = [r.divergence for r in records.values() if r.divergence and r.divergence.kl]
+    firsts = [divergence.first_divergence for divergence in told]
     if firsts:
         places = [math.inf if first is None else float(first) for first in firsts]
         # The lower median: no mean of a number and of "never".

@@ -25,7 +25,7 @@ from kvshare_eval.report.text import (
     table,
 )
 from kvshare_eval.run_dir import Run
-from kvshare_eval.stats.bootstrap import Interval
+from kvshare_eval.stats.bootstrap import MIN_GROUPS, Interval
 from kvshare_eval.stats.paired import KL_FLOOR, Wins
 
 HOW_TO_READ = f"""\
@@ -61,8 +61,8 @@ def task_section(run: Run, task: TaskCases) -> str:
     for method in (FULL, BASE):
         if method not in task.by_method:
             parts += [f"`{method}` was not run: figures relative to it are missing.", ""]
-    if all(row.groups < 2 for row in rows):
-        parts += ["All cases lie in one group: no intervals can be given.", ""]
+    if all(row.groups < MIN_GROUPS for row in rows):
+        parts += [f"Fewer than {MIN_GROUPS} groups: no intervals can be given.", ""]
     return "\n".join([*parts, provenance(run), ""])
 
 

@@ -26,7 +26,7 @@ one. A percentile is given where at least one request lies beyond it (p95 from 2
 on).
 
 - **attained**: share of all requests, failed ones included, that meet the SLO; **goodput**: those
-  requests a second.
+  requests a second. In a ratio, a window in which there were none counts as half a request.
 - **prefix / reused / recomputed / new**: of all prompt tokens; a stock server tells its exact
   prefix only.
 - **knee**: the highest offered rate at which {percent(stats.ATTAINED)} of the requests attain the

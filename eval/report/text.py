@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvshare_eval.run_dir import Run
-from kvshare_eval.stats.bootstrap import Interval
+from kvshare_eval.stats.bootstrap import MIN_GROUPS, Interval
 
 NONE = "–"
 
@@ -47,7 +47,7 @@ def interval(found: Interval | None, form: Format = number) -> str:
     if found is None or not math.isfinite(found.value):
         return NONE
     if found.low is None or found.high is None:
-        why = "one group" if found.groups < 2 else "no interval"
+        why = "too few groups" if found.groups < MIN_GROUPS else "no interval"
         return f"{form(found.value)} [{why}]"
     if found.low == found.high:
         return f"{form(found.value)} [all equal]"

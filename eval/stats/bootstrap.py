@@ -21,6 +21,10 @@ Statistic = Callable[[Array, Array], Array]
 
 LEVEL = 0.95
 RESAMPLES = 2000
+#: With fewer groups there is no interval. A resample never leaves the range of the groups, and five
+#: groups lie on the same side of the truth by chance in one sample of 16: no bootstrap over them
+#: reaches 95 %.
+MIN_GROUPS = 6
 #: Numbers held at a time: 16 MB for each array of that size.
 _CHUNK = 2_000_000
 #: Resamples in which a figure is not defined (0 / 0) are left out, up to this share of them.
@@ -33,7 +37,7 @@ class Interval:
 
     Attributes:
         value: the figure of the sample itself.
-        low, high: bounds; ``None`` where the sample allows none (fewer than two groups).
+        low, high: bounds; ``None`` where the sample allows none, as with fewer than ``MIN_GROUPS``.
         cases, groups: the size of the sample.
     """
 
@@ -122,7 +126,7 @@ def bootstrap_ci(
     """
     value = float(statistic(sample.values, np.ones((1, sample.cases)))[0])
     free = sample.groups - len(np.unique(sample.stratum))
-    if free < 1 or not math.isfinite(value):
+    if free + 1 < MIN_GROUPS or not math.isfinite(value):
         return Interval(value, None, None, sample.cases, sample.groups)
     random = np.random.default_rng(seed)
     step = max(1, _CHUNK // max(sample.cases, sample.groups))

@@ -60,11 +60,11 @@ def performance_gap_recovered(
 ) -> Interval | None:
     """PGR = (score - no context) / (full - no context), a ratio of means over the same cases.
 
-    ``None`` where the context is not seen to help: a ratio over a gap whose interval holds 0 says
-    nothing.
+    ``None`` where the context is not seen to help: a ratio over a gap whose interval holds 0, or
+    that has none, says nothing.
     """
     gap = paired_difference(full, no_context, groups)
-    if gap.value <= 0 or (gap.low is not None and gap.low <= 0):
+    if not gap.above(0):
         return None
     sample = Sample.of(np.column_stack([new, full, no_context]), groups)
     return bootstrap_ci(sample, gap_recovered)

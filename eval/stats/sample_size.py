@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvshare_eval.stats.bootstrap import LEVEL
+from kvshare_eval.stats.bootstrap import LEVEL, MIN_GROUPS
 
 POWER = 0.8
 #: Share of cases whose score changes with the method, and by how much if it does (root mean
@@ -62,15 +62,15 @@ def required_cases(
     normal = ((z + _z(power)) * spread.sd / margin) ** 2
     # z * z / 2 groups more make up for Student's t (Guenther 1981).
     groups = normal * spread.design_effect / spread.cases_per_group + z * z / 2
-    return math.ceil(groups * spread.cases_per_group)
+    return math.ceil(max(groups, MIN_GROUPS) * spread.cases_per_group)
 
 
 def half_width(cases: int, spread: Spread, *, level: float = LEVEL) -> float:
-    """Half of the interval that this many cases give; infinite with fewer than two groups."""
+    """Half of the interval that this many cases give; infinite with fewer than ``MIN_GROUPS``."""
     from scipy import special
 
     groups = cases / spread.cases_per_group
-    if groups < 2:
+    if groups < MIN_GROUPS:
         return math.inf
     t = float(special.stdtrit(groups - 1, (1 + level) / 2))
     return t * spread.sd * math.sqrt(spread.design_effect / cases)
@@ -78,8 +78,8 @@ def half_width(cases: int, spread: Spread, *, level: float = LEVEL) -> float:
 
 def plan_lines(cases: int, groups: int, *, gold: bool) -> list[str]:
     """What ``cases`` in ``groups`` can show, in sentences for a terminal."""
-    if groups < 2:
-        return [f"{cases} cases in {groups} group(s): no interval; give at least 2 groups"]
+    if groups < MIN_GROUPS:
+        return [f"{cases} cases in {groups} groups: no intervals, they take {MIN_GROUPS} groups"]
     share = cases / groups
     ratio = Spread(LOG_RATIO_SD, share)
     score = Spread(score_sd(), share)

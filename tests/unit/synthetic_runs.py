@@ -86,7 +86,7 @@ def serving_run(
     path,
     *,
     workloads=("rag:share=0.8",),
-    rates=(1.0, 2.0, 4.0),
+    rates=(1.0, 2.0),
     sides=("stock", "off", "reuse"),
     repeats=3,
     requests=40,
@@ -95,7 +95,10 @@ def serving_run(
     seed=0,
     settings=None,
 ):
-    """Write a run in which TTFT is 100 ms for stock, times a factor for a side and the rate."""
+    """Write a run in which TTFT is 100 ms for stock, times a factor for a side and the rate.
+
+    ``workloads`` may be a mapping to their own rates.
+    """
     factor = {"stock": 1.0, "off": 1.05, "reuse": 0.4} | (factors or {})
     given = {"model": "tiny", "sides": list(sides), "seed": seed}
     if slo:
@@ -105,7 +108,7 @@ def serving_run(
     ) as run:
         for workload in workloads:
             share = float(workload.partition("share=")[2] or 0.5)
-            for rate in rates:
+            for rate in workloads[workload] if isinstance(workloads, dict) else rates:
                 for repeat in range(repeats):
                     machine = float(np.random.default_rng((seed, repeat)).lognormal(0, 0.1))
                     for s, side in enumerate(sides):
