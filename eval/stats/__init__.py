@@ -1,0 +1,1 @@
+"""Statistics of the reports: intervals over groups, paired figures, sample sizes, serving."""
