@@ -206,7 +206,15 @@ async def _measure(
         if "server" not in run.done:
             run.append({"key": "server", "type": "server", **server_facts(info)})
         depth = Depth(settings.top, settings.positions)
-        ask = QualityRun(asker, renderer, run, methods, depth=depth, keep_gold=settings.gold, done=counting.advance)
+        ask = QualityRun(
+            asker,
+            renderer,
+            run,
+            methods,
+            depth=depth,
+            keep_gold=settings.gold,
+            done=counting.advance,
+        )
         for part in parts:
             await ask.part(part)
 
