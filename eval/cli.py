@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from kvshare_eval.front import told
 from kvshare_eval.quality.cli import quality
+from kvshare_eval.report.cli import compare, report
+from kvshare_eval.serving.cli import serving
 
 app = typer.Typer(
     name="eval",
@@ -12,4 +15,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(quality)
+for command in (quality, serving, report, compare):
+    app.command()(told()(command))

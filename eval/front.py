@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,16 @@ from rich.console import Console
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders import DataSource
+from kvshare_eval.run_dir import plain_command
 from kvshare_eval.servers import Mode, Server, ServerError
 
-Exit = typer.Exit
-#: What a server gets that is started here when nothing else is said: a CPU, and room beside it.
-CPU_SERVER_FLAGS = (
+#: What a server gets on a machine without an accelerator when nothing else is said: the dtype that
+#: CPUs are quickest with, and no more memory than leaves room for a second server.
+_CPU_FLAGS = (
     "--dtype",
     "float32",
     "--mem-fraction-static",
-    "0.5",
+    "0.4",
     "--max-total-tokens",
     "40000",
     "--sleep-on-idle",
@@ -38,6 +40,15 @@ _SERVER_FACTS = (
     "max_total_num_tokens",
     "tp_size",
 )
+
+
+def server_flags(given: str | None) -> tuple[str, ...]:
+    """The flags of a server that is started: those given, else what suits this machine."""
+    if given is not None:
+        return tuple(shlex.split(given))
+    import torch
+
+    return () if torch.accelerator.is_available() else _CPU_FLAGS
 
 
 @contextlib.contextmanager
@@ -118,4 +129,5 @@ def server_or_url(
 
 def server_facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """What of a server's settings belongs to a measurement; no path and no address."""
-    return {key: info[key] for key in _SERVER_FACTS if info.get(key) is not None}
+    facts = {key: info[key] for key in _SERVER_FACTS if info.get(key) is not None}
+    return {"model": plain_command([str(info.get("served_model_name"))]), **facts}

@@ -70,8 +70,8 @@ def judged_part(answer: str, first_line: bool) -> str:
 
 
 def divergence(
-    full: Sequence[Mapping[Hashable, float]],
-    method: Sequence[Mapping[Hashable, float]],
+    full: Sequence[Mapping[Any, float]],
+    method: Sequence[Mapping[Any, float]],
     *,
     full_top1: Sequence[Hashable],
     method_top1: Sequence[Hashable],

@@ -43,7 +43,7 @@ def load_renderer(name: str) -> Renderer:
     from transformers import AutoTokenizer
 
     try:
-        return Renderer(AutoTokenizer.from_pretrained(name))  # type: ignore[no-untyped-call]
+        return Renderer(AutoTokenizer.from_pretrained(name))
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise EvalError(f"no tokenizer at {name!r} (give one with --tokenizer): {first}") from None

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +30,7 @@ _RECORDS = "records.jsonl"
 _RESUMED = "resumed.json"
 #: Raised when a record's shape changes, so that a report can say what it cannot read.
 FORMAT = 1
+_SECRETS = ("--api-key", "--admin-api-key")
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class RunDir:
         resume: go on with a run that is there.
 
     Raises:
-        EvalError: the folder holds a run and ``resume`` is not set, or holds a run with other
-            settings; the message names the first that differs.
+        EvalError: the folder holds records and ``resume`` is not set, or a run with other settings;
+            the message names the first that differs.
     """
 
     def __init__(
@@ -79,14 +82,14 @@ class RunDir:
         self._file: TextIO | None = None
         self.done: set[str] = set()
         plain = json.loads(json.dumps(dict(settings)))
-        if (path / _RUN).exists():
+        before = load_run(path) if (path / _RUN).exists() else None
+        if before is not None and (resume or before.records):
             if not resume:
                 raise EvalError(f"{path} holds a run already; --resume goes on with it")
-            before = load_run(path)
             _same(before, kind, plain, path)
             self.done = {record["key"] for record in before.records}
             _note_resumed(path)
-        elif path.exists() and any(path.iterdir()):
+        elif before is None and path.exists() and any(path.iterdir()):
             raise EvalError(f"{path} is not empty and holds no run")
         else:
             path.mkdir(parents=True, exist_ok=True)
@@ -144,16 +147,25 @@ def load_run(path: Path) -> Run:
     return Run(path.name, facts["kind"], facts, tuple(by_key.values()))
 
 
-def plain_command(words: list[str]) -> str:
-    """A command line in which every path is cut to its last part: enough to run it again."""
-    return " ".join(_last_part(word) for word in words)
+def plain_command(words: Sequence[str]) -> str:
+    """A command line that can be shown: paths cut to their last part, no addresses, no keys."""
+    shown, hide = [], False
+    for word in words:
+        shown.append("KEY" if hide else _plain(word))
+        hide = word in _SECRETS
+    return " ".join(shown)
 
 
-def _last_part(word: str) -> str:
+def _plain(word: str) -> str:
+    if len(parts := word.split()) > 1:
+        # Flags of a server, given as one word.
+        return shlex.quote(plain_command(parts))
     option, equals, value = word.partition("=")
     if equals and option.startswith("-"):
-        return f"{option}={_last_part(value)}"
-    is_path = os.sep in word and "://" not in word and (os.path.isabs(word) or Path(word).exists())
+        return f"{option}=KEY" if option in _SECRETS else f"{option}={_plain(value)}"
+    if "://" in word:
+        return re.sub(r"\w+://\S+", "URL", word)
+    is_path = os.sep in word and (os.path.isabs(word) or Path(word).exists())
     return Path(word).name if is_path else word
 
 

@@ -16,12 +16,10 @@ from rich.console import Console
 from kvshare_eval.asking import Asker
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import (
-    CPU_SERVER_FLAGS,
-    Exit,
     data_source,
     server_facts,
+    server_flags,
     server_or_url,
-    told,
 )
 from kvshare_eval.loaders import DataSource
 from kvshare_eval.progress import Counting
@@ -124,9 +122,12 @@ def quality(
     list_tasks: Annotated[
         bool, typer.Option("--list", help="List the tasks with their options and exit.")
     ] = False,
-    server_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- FLAG...]", help="Flags of the server that is started."),
+    server_args: Annotated[
+        str | None,
+        typer.Option(
+            help="Flags of the server that is started, as one string; by default what suits a "
+            "machine without an accelerator, and none where there is one."
+        ),
     ] = None,
 ) -> None:
     """Compare every method with full recompute: answers, scores, next-token distributions.
@@ -134,60 +135,57 @@ def quality(
     The methods are settings of a request; one server serves them all. Every figure of a report on
     this run comes from its records.jsonl.
     """
-    with told():
-        if list_tasks:
-            _list()
-            raise Exit(0)
-        if out is None:
-            raise EvalError("give the run directory to make: --out DIR")
-        flags = tuple(server_flags or CPU_SERVER_FLAGS)
-        settings = QualitySettings(
-            model=plain_command([model or url or ""]),
-            tasks=tuple(task or tasks()),
-            methods=tuple(m.name for m in parse_methods(method or DEFAULT_METHODS)),
-            cases=cases,
-            seed=seed,
-            answers=answers,
-            gold=gold,
-            top=top,
-            positions=positions,
-            data="hub" if hub else data.name if data else "built in",
-            server=() if url else (*flags, *_KVSHARE_FLAGS),
-        )
-        source = data_source(data, hub)
-        parts = _parts(settings, source)
-        console = Console(stderr=True, highlight=False)
+    if list_tasks:
+        _list()
+        raise typer.Exit(0)
+    if out is None:
+        raise EvalError("give the run directory to make: --out DIR")
+    flags = () if url else (*server_flags(server_args), *_KVSHARE_FLAGS)
+    settings = QualitySettings(
+        model=plain_command([model or tokenizer or "given by URL"]),
+        tasks=tuple(task or tasks()),
+        methods=tuple(m.name for m in parse_methods(method or DEFAULT_METHODS)),
+        cases=cases,
+        seed=seed,
+        answers=answers,
+        gold=gold,
+        top=top,
+        positions=positions,
+        data="hub" if hub else data.name if data else "built in",
+        server=tuple(plain_command([flag]) for flag in flags),
+    )
+    source = data_source(data, hub)
+    parts = _parts(settings, source)
+    console = Console(stderr=True, highlight=False)
+    for part in parts:
+        for line in plan_lines(part.cases, len(part.groups), gold=part.has_gold):
+            console.print(f"{part.label}: {line}", soft_wrap=True)
+    run = RunDir(
+        out,
+        kind="quality",
+        command=plain_command(["kvshare", *sys.argv[1:]]),
+        settings=settings.to_dict(),
+        resume=resume,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(run)
+        address = stack.enter_context(server_or_url(model, url, flags, console=console))
+        counting = stack.enter_context(Counting(console))
         for part in parts:
-            for line in plan_lines(part.cases, len(part.groups), gold=part.has_gold):
-                console.print(f"{part.label}: {line}", soft_wrap=True)
-        run = RunDir(
-            out,
-            kind="quality",
-            command=plain_command(["kvshare", *sys.argv[1:]]),
-            settings=settings.to_dict(),
-            resume=resume,
+            counting.add(part.label, part.cases)
+        methods = parse_methods(settings.methods)
+        asyncio.run(
+            _measure(
+                Asker(address, concurrency=concurrency, api_key=api_key),
+                tokenizer or model,
+                run,
+                methods,
+                parts,
+                settings,
+                counting,
+            )
         )
-        with ExitStack() as stack:
-            stack.enter_context(run)
-            address = stack.enter_context(
-                server_or_url(model, url, [*flags, *_KVSHARE_FLAGS], console=console)
-            )
-            counting = stack.enter_context(Counting(console))
-            for part in parts:
-                counting.add(part.label, part.cases)
-            methods = parse_methods(settings.methods)
-            asyncio.run(
-                _measure(
-                    Asker(address, concurrency=concurrency, api_key=api_key),
-                    tokenizer or model,
-                    run,
-                    methods,
-                    parts,
-                    settings,
-                    counting,
-                )
-            )
-        console.print(f"Done. Make a page of it: kvshare eval report {out}")
+    console.print(f"Done. Make a page of it: kvshare eval report {out}")
 
 
 async def _measure(

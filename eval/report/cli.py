@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from kvshare_eval.errors import EvalError
 
 # What draws and computes is imported when a command runs: `--help` needs none of it.
 
@@ -25,8 +21,7 @@ def report(
     """Write one Markdown page with tables and figures from any number of runs."""
     from kvshare_eval.report.page import write_report
 
-    with _sentences():
-        page = write_report(runs, out)
+    page = write_report(runs, out)
     typer.echo(f"{page} is written.")
 
 
@@ -47,17 +42,7 @@ def compare(
     from kvshare_eval.report.comparison import compare as hold_against
     from kvshare_eval.report.comparison_text import render
 
-    with _sentences():
-        found = hold_against(a, b, threshold)
+    found = hold_against(a, b, threshold)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else render(found))
     if found.has_regression:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    try:
-        yield
-    except EvalError as error:
-        typer.echo(f"kvshare: {error}", err=True)
-        raise typer.Exit(2) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from rich.progress import (
 )
 
 from kvshare_eval.errors import EvalError
+from kvshare_eval.front import server_flags
 from kvshare_eval.loaders import DataSource
 from kvshare_eval.run_dir import RunDir, load_run, plain_command
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
@@ -62,8 +61,12 @@ def serving(
         typer.Option(help="SIDE=http://HOST:PORT of a running server; replaces --sides. Repeat."),
     ] = None,
     server_args: Annotated[
-        str, typer.Option(help="Further flags for all servers that are started, as one string.")
-    ] = "",
+        str | None,
+        typer.Option(
+            help="Flags of the servers that are started, as one string; by default what suits a "
+            "machine without an accelerator, and none where there is one."
+        ),
+    ] = None,
     rates: Annotated[
         str,
         typer.Option(
@@ -139,11 +142,12 @@ def serving(
         slo=Slo(_limit("--slo-ttft-ms", slo_ttft_ms), _limit("--slo-tbt-ms", slo_tbt_ms)),
         client=client,
     )
-    flags = [*QUIET, *([METRICS] if poll else []), *shlex.split(server_args)]
+    own = () if urls else server_flags(server_args)
+    flags = [*QUIET, *([METRICS] if poll else []), *own]
     settings = {
         "model": Path(model).name if Path(model).exists() else model,
         "sides": list(names),
-        "servers": "given by URL" if urls else [_plain(flag) for flag in flags],
+        "servers": "given by URL" if urls else [plain_command([flag]) for flag in flags],
         "workloads": [spec.text for spec in sweep.specs],
         "rates": rates,
         "rate_multiples": list(multiples),
@@ -160,7 +164,8 @@ def serving(
     }
     corpus = load_corpus(model, DataSource(folder=data))
     check_sweep(sweep, names, corpus)
-    run = RunDir(out, kind="serving", command=_command(), settings=settings, resume=resume)
+    command = plain_command([Path(sys.argv[0]).name, *sys.argv[1:]])
+    run = RunDir(out, kind="serving", command=command, settings=settings, resume=resume)
     earlier = load_run(out).records
     with ExitStack() as stack:
         console = Console()
@@ -239,12 +244,3 @@ def _positive(option: str, text: str) -> tuple[float, ...]:
     if not values or not all(0 < value < float("inf") for value in values):
         raise EvalError(f"{option} {text}: must be above 0")
     return tuple(values)
-
-
-def _plain(word: str) -> str:
-    """A word without paths and addresses."""
-    return re.sub(r"https?://\S+", "URL", plain_command([word]))
-
-
-def _command() -> str:
-    return " ".join(_plain(word) for word in [Path(sys.argv[0]).name, *sys.argv[1:]])

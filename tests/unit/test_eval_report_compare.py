@@ -6,12 +6,12 @@ import json
 import statistics
 
 import pytest
-import typer
 from synthetic_runs import quality_run, serving_run
 from typer.testing import CliRunner
 
+from kvshare_eval.cli import app
 from kvshare_eval.errors import EvalError
-from kvshare_eval.report import cli, compare
+from kvshare_eval.report import compare
 from kvshare_eval.report.comparison_text import render
 from kvshare_eval.run_dir import load_run
 
@@ -168,9 +168,6 @@ def test_worst_first_in_words(quality, worse):
 
 @pytest.fixture(scope="module")
 def run_command():
-    app = typer.Typer()
-    app.command()(cli.report)
-    app.command()(cli.compare)
     return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
 
 
