@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare_eval.errors import EvalError
+from sglang_kvshare.recompute.selectors import selector_names
 
 FULL = "full"
 NO_CONTEXT = "no_context"
-DEFAULT_METHODS = (FULL, NO_CONTEXT, "exact_prefix", "none", "seams@0.1", "seams@0.2", "seams@0.4")
+DEFAULT_RATIOS = (0.1, 0.2, 0.4)
 _PLAIN: dict[str, dict[str, Any]] = {
     FULL: {"reuse": "off"},
     NO_CONTEXT: {"reuse": "off"},
@@ -36,6 +37,12 @@ class Method:
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def default_methods() -> tuple[str, ...]:
+    """The bounds, and every registered selector at some ratios."""
+    selected = (f"{name}@{ratio}" for name in selector_names() for ratio in DEFAULT_RATIOS)
+    return (*_PLAIN, *selected)
 
 
 def parse_methods(names: Sequence[str]) -> tuple[Method, ...]:

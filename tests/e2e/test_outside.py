@@ -1,4 +1,4 @@
-"""What operators and client programs see: metrics, `kvshare verify`, the examples."""
+"""What operators and client programs see: metrics, verify, the examples, an evaluation."""
 
 from __future__ import annotations
 
@@ -133,3 +133,74 @@ def test_the_fork_example_shares_a_prefix_and_reuses_behind_another(server):
     assert all(report["prefix"] > 150 for report in reports[:3])
     assert all(report["prefix"] + report["reused"] > 150 for report in reports[3:])
     assert any(report["reused"] > 150 for report in reports[3:])
+
+
+def evaluate(*words, code=0):
+    from typer.testing import CliRunner
+
+    from kvshare_eval.cli import app
+
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def test_a_small_evaluation_of_quality_and_its_report(server, model_folder, tmp_path):
+    from kvshare_eval.quality.record import from_dict
+    from kvshare_eval.run_dir import load_run
+
+    run = tmp_path / "quality"
+    words = ["quality", "--url", server.url, "--tokenizer", model_folder, "--out", run]
+    words += ["--task", "squad:passages=2,questions=1", "--task", "needle:words=150", "--cases", 2]
+    for method in ("exact_prefix", "none", "seams@0.5", "no_context"):
+        words += ["--method", method]
+    evaluate(*words)
+    records = [from_dict(each) for each in load_run(run).records if "method" in each]
+    assert len(records) == 2 * 2 * 5
+    for record in records:
+        assert record.answer is not None
+        assert record.scores[record.metric] >= 0
+        if record.method == "exact_prefix":
+            # The floor of what can be told apart: the same computation, in another batch.
+            assert record.divergence.mean_kl < 1e-4
+            assert record.same_as_full
+        if record.method in ("none", "seams@0.5"):
+            assert record.report["reused_tokens"] > 50
+    kl = {
+        name: sum(r.divergence.mean_kl for r in records if r.method == name)
+        for name in ("exact_prefix", "none", "seams@0.5")
+    }
+    # Positive control: reuse without repair can be told from full recompute.
+    assert kl["none"] > 10 * max(kl["exact_prefix"], 1e-6)
+    # Nothing is left to do, and nothing is asked again.
+    before = (run / "records.jsonl").read_bytes()
+    evaluate(*words, "--resume")
+    assert (run / "records.jsonl").read_bytes() == before
+    page = tmp_path / "page.md"
+    evaluate("report", run, "--out", page)
+    assert all(f"| {r.method}" in page.read_text() or r.method == "no_context" for r in records)
+    assert "No regression" in evaluate("compare", run, run)
+
+
+def test_a_small_evaluation_of_serving_and_its_report(server, model_folder, tmp_path):
+    from kvshare_eval.run_dir import load_run
+
+    run = tmp_path / "serving"
+    words = ["serving", "--model", model_folder, "--out", run, "--client", "own"]
+    words += ["--url", f"off={server.url}", "--url", f"reuse={server.url}"]
+    words += ["--workload", "rag:prompt_tokens=400,share=0.75", "--rates", "closed,4"]
+    words += ["--repeats", 1, "--requests", 4, "--closed-requests", 2]
+    evaluate(*words, "--slo-ttft-ms", 60_000, "--slo-tbt-ms", "none")
+    records = load_run(run).records
+    windows = [each for each in records if each.get("type") == "window"]
+    assert {each["side"] for each in windows} == {"off", "reuse"}
+    asked = [each for each in records if each.get("type") == "request"]
+    assert not [each["error"] for each in asked if each["error"]]
+    reused = {
+        side: sum(r["report"]["reused_tokens"] for r in asked if f"/{side}/" in r["window"])
+        for side in ("off", "reuse")
+    }
+    assert reused["off"] == 0 < reused["reuse"]
+    page = tmp_path / "page.md"
+    evaluate("report", run, "--out", page)
+    assert "TTFT" in page.read_text()

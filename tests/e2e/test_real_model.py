@@ -16,7 +16,7 @@ PROMPTS = 50
 
 @pytest.fixture(scope="module")
 def texts():
-    """50 prompts over real passages, three of them each, and the donors that hold them all."""
+    """50 prompts over real passages, two of them each, and the donors that hold them all."""
     rng = random.Random(7)
     passages = load_passages()
     donors = [
@@ -25,7 +25,7 @@ def texts():
     ]
     prompts = []
     for number in range(PROMPTS):
-        chosen = rng.sample(passages, 3)
+        chosen = rng.sample(passages, 2)
         # A word of its own in front keeps the prompts from sharing prefixes.
         text = build_prompt(chosen, rng.choice(chosen).questions[number % 3])
         prompts.append(f"Request {number}. {text}")
@@ -87,7 +87,7 @@ def test_ratio_one_equals_no_reuse_over_fifty_real_prompts(server, tokenizer, te
     for full, all_rows in zip(expected, found, strict=True):
         assert report(full)["reason"] == "off"
         assert report(all_rows)["decision"] == "reuse"
-        assert report(all_rows)["recomputed_tokens"] > 300
+        assert report(all_rows)["recomputed_tokens"] > 200
         assert report(all_rows)["reused_tokens"] == 0
         assert_sums(all_rows)
         assert all_rows["output_ids"] == full["output_ids"]
