@@ -22,7 +22,7 @@ class Answered:
     """A greedy answer.
 
     Attributes:
-        ids: its tokens, the one that ended it included where the server tells it.
+        ids: its tokens, the one that ended it included.
         text: as the server decoded it.
         top: the most likely tokens at each position; empty when they were not asked for.
         report: KVShare's counts; empty from a stock server.
@@ -45,7 +45,7 @@ class Scored:
     Attributes:
         wanted: log-probabilities of the tokens asked for, at each position of the answer.
         best: the most likely token at each position.
-        report: KVShare's counts, of the prompt and the answer together.
+        report: KVShare's counts of the prompt; the answer's tokens are taken off.
         e2e_ms: by this client's clock.
     """
 
@@ -171,7 +171,7 @@ class Asker:
         return Scored(
             wanted=tuple(_by_token(step) for step in told),
             best=tuple(int(step[0][1]) for step in best),
-            report=_report(meta),
+            report=_without_answer(_report(meta), len(answer) - 1),
             e2e_ms=e2e_ms,
         )
 
@@ -197,6 +197,8 @@ class Asker:
         except (aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             raise EvalError(f"no answer from {self.url}{path}: {why}") from None
+        except ValueError:
+            raise EvalError(f"{self.url}{path} answered no JSON: is it SGLang's server?") from None
 
 
 _LOGPROBS = "approximate_logprobs"
@@ -218,8 +220,15 @@ def _body(
 
 
 def _by_token(step: Sequence[Sequence[Any]]) -> Logprobs:
-    """SGLang tells ``[logprob, token id, text]``."""
+    """SGLang tells ``[logprob, token id, text]``; JSON has no NaN, which comes as ``null``."""
+    if any(entry[0] is None for entry in step):
+        raise EvalError("the server told a log-probability that is no number: its model gives NaN")
     return {int(entry[1]): float(entry[0]) for entry in step}
+
+
+def _without_answer(report: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
+    """Tokens whose logits are asked for are never reused: the server counts them as new."""
+    return {**report, "new_tokens": report["new_tokens"] - tokens} if report else report
 
 
 def _report(meta: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -93,6 +93,18 @@ def data_source(folder: Path | None, hub: bool) -> DataSource:
     return DataSource(folder, hub)
 
 
+def one_server(model: str | None, url: str | None, server_args: str | None) -> None:
+    """Check which server is meant, before anything is written or started.
+
+    Raises:
+        EvalError: neither or both were given, or flags for a server that runs already.
+    """
+    if (model is None) == (url is None):
+        raise EvalError("give either --model, to start a server, or --url, to ask a running one")
+    if url is not None and server_args is not None:
+        raise EvalError("--server-args: for a server that is started, not for --url")
+
+
 @contextlib.contextmanager
 def server_or_url(
     model: str | None,
@@ -104,12 +116,11 @@ def server_or_url(
 ) -> Iterator[str]:
     """The address of a server: the running one, or one that lives as long as the block.
 
+    Exactly one of ``model`` and ``url`` is given, see :func:`one_server`.
+
     Raises:
-        EvalError: neither or both were given.
         ServerError: it did not start; the message holds the end of its log.
     """
-    if (model is None) == (url is None):
-        raise EvalError("give either --model, to start a server, or --url, to ask a running one")
     if url is not None:
         yield url
         return

@@ -39,7 +39,7 @@ class Counting:
         )
         self._tasks = {"all": self._progress.add_task("all", total=0)}
         self._total = 0
-        self._done = 0
+        self._done = self._before = 0
         self._began = self._told = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -54,11 +54,13 @@ class Counting:
     ) -> None:
         self._progress.__exit__(kind, error, trace)
 
-    def add(self, label: str, total: int) -> None:
-        """A part of ``total`` steps."""
+    def add(self, label: str, total: int, *, before: int = 0) -> None:
+        """A part of ``total`` steps, some of them done before: those say nothing of the speed."""
         self._total += total
-        self._tasks[label] = self._progress.add_task(label, total=total)
-        self._progress.update(self._tasks["all"], total=self._total)
+        self._before += before
+        self._tasks[label] = self._progress.add_task(label, total=total, completed=before)
+        # A total that changes forgets the speed, and nothing has been done yet.
+        self._progress.reset(self._tasks["all"], total=self._total, completed=self._before)
 
     def advance(self, label: str) -> None:
         """One step of a part is done."""
@@ -68,7 +70,6 @@ class Counting:
         now = time.monotonic()
         if not self._console.is_terminal and now - self._told >= _LINE_EVERY_S:
             self._told = now
-            left = (now - self._began) / self._done * (self._total - self._done)
-            self._console.print(
-                f"{label}: {self._done} of {self._total}, about {left / 60:.0f} min left"
-            )
+            done = self._before + self._done
+            left = (now - self._began) / self._done * (self._total - done)
+            self._console.print(f"{label}: {done} of {self._total}, about {left / 60:.0f} min left")

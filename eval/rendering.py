@@ -27,11 +27,18 @@ class Renderer:
         if not getattr(self.tokenizer, "chat_template", None):
             plain = "".join(f"{each['role']}: {each['content']}\n\n" for each in messages)
             return list(self.tokenizer.encode(plain + "assistant:"))
-        return list(
-            self.tokenizer.apply_chat_template(
+        from jinja2 import TemplateError
+
+        try:
+            ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        )
+        except TemplateError as error:
+            roles = ", ".join(each.role for each in prompt.messages)
+            raise EvalError(
+                f"the model's chat template refuses messages of {roles}: {error}"
+            ) from None
+        return list(ids)
 
 
 def load_renderer(name: str) -> Renderer:
@@ -44,6 +51,6 @@ def load_renderer(name: str) -> Renderer:
 
     try:
         return Renderer(AutoTokenizer.from_pretrained(name))
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
+    except (ImportError, OSError, ValueError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise EvalError(f"no tokenizer at {name!r} (give one with --tokenizer): {first}") from None

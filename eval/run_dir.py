@@ -11,6 +11,7 @@ directory holds no path, no host name and no key of the machine that made it: it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -30,7 +31,19 @@ _RECORDS = "records.jsonl"
 _RESUMED = "resumed.json"
 #: Raised when a record's shape changes, so that a report can say what it cannot read.
 FORMAT = 1
-_SECRETS = ("--api-key", "--admin-api-key")
+#: Options whose values are never shown, and what stands in their place.
+_HIDDEN = {
+    "--api-key": "KEY",
+    "--admin-api-key": "KEY",
+    "--ssl-keyfile-password": "KEY",
+    "--host": "HOST",
+    "--dist-init-addr": "HOST",
+    "--url": "URL",
+}
+#: An absolute path, or one from the home or the parent folder, anywhere in a word; the group is its
+#: last part.
+_PATH = re.compile(r"""(?<![\w./~-])(?:~\w*|\.{1,2})?(?:/[^\s/'",:;=]+)*/([^\s/'",:;=]+)/?""")
+_ADDRESS = re.compile(r"""\w+://[^\s'"]+""")
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class RunDir:
     ) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._goes_on = False
         self.done: set[str] = set()
         plain = json.loads(json.dumps(dict(settings)))
         before = load_run(path) if (path / _RUN).exists() else None
@@ -88,11 +102,11 @@ class RunDir:
                 raise EvalError(f"{path} holds a run already; --resume goes on with it")
             _same(before, kind, plain, path)
             self.done = {record["key"] for record in before.records}
-            _note_resumed(path)
-        elif before is None and path.exists() and any(path.iterdir()):
+            self._goes_on = True
+        elif before is None and path.exists() and not _is_empty(path):
             raise EvalError(f"{path} is not empty and holds no run")
         else:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
             facts = {
                 "format": FORMAT,
                 "kind": kind,
@@ -105,9 +119,16 @@ class RunDir:
 
     def __enter__(self) -> Self:
         records = self.path / _RECORDS
-        if records.exists():
-            _drop_torn_line(records)
-        self._file = records.open("a", encoding="utf-8")
+        file = records.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise EvalError(f"{self.path}: another process is writing this run") from None
+        _drop_torn_line(records)
+        if self._goes_on:
+            _note_resumed(self.path)
+        self._file = file
         return self
 
     def __exit__(
@@ -137,7 +158,7 @@ def load_run(path: Path) -> Run:
     """
     try:
         facts = json.loads((path / _RUN).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise EvalError(f"{path} holds no run: {_RUN} is missing") from None
     except json.JSONDecodeError as error:
         raise EvalError(f"{path / _RUN} is not valid JSON: {error}") from None
@@ -149,37 +170,84 @@ def load_run(path: Path) -> Run:
 
 def plain_command(words: Sequence[str]) -> str:
     """A command line that can be shown: paths cut to their last part, no addresses, no keys."""
-    shown, hide = [], False
+    return " ".join(plain_words(words))
+
+
+def plain_words(words: Sequence[str]) -> list[str]:
+    """The words of :func:`plain_command`, one for one: a key may be the word behind its option."""
+    shown = []
+    option = ""
     for word in words:
-        shown.append("KEY" if hide else _plain(word))
-        hide = word in _SECRETS
-    return " ".join(shown)
+        shown.append(_hidden(option, word) or _plain(word))
+        option = word
+    return shown
+
+
+def _hidden(option: str, value: str) -> str | None:
+    """What stands for the value of an option that is not shown; options may be abbreviated."""
+    if not re.match("--[a-z]", option):
+        return None
+    matching = [name for name in _HIDDEN if name.startswith(option)]
+    if not matching:
+        return None
+    shown = _HIDDEN[matching[0]]
+    # One of several addresses, as NAME=URL.
+    name, equals, _ = value.partition("=")
+    return f"{name}={shown}" if shown == "URL" and equals and name.isalnum() else shown
 
 
 def _plain(word: str) -> str:
-    if len(parts := word.split()) > 1:
+    if _is_path(word):
+        return Path(word).name
+    if len(parts := _split(word)) > 1:
         # Flags of a server, given as one word.
         return shlex.quote(plain_command(parts))
     option, equals, value = word.partition("=")
     if equals and option.startswith("-"):
-        return f"{option}=KEY" if option in _SECRETS else f"{option}={_plain(value)}"
-    if "://" in word:
-        return re.sub(r"\w+://\S+", "URL", word)
-    is_path = os.sep in word and (os.path.isabs(word) or Path(word).exists())
-    return Path(word).name if is_path else word
+        return f"{option}={_hidden(option, value) or _plain(value)}"
+    return _PATH.sub(r"\1", _ADDRESS.sub("URL", word))
+
+
+def _is_path(word: str) -> bool:
+    """A path as a whole, blanks and all; a hub name such as ``owner/model`` is none."""
+    if os.sep not in word or " -" in word:
+        return False
+    return word.startswith((os.sep, "~")) or os.path.exists(word)
+
+
+def _split(word: str) -> list[str]:
+    try:
+        return shlex.split(word)
+    except ValueError:
+        return word.split()
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    # Bytes: a line may be torn in the middle of a character.
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # torn off: the process was stopped while it wrote this line
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise EvalError(f"{path}:{number} is not valid JSON: {error}") from None
+
+
+def _is_empty(path: Path) -> bool:
+    """A folder in which nothing was written, or only the start of it."""
+    if not path.is_dir():
+        return False
+    return all(each.name == Path(_RUN).with_suffix(".part").name for each in path.iterdir())
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvalError(f"{path} cannot be made: {error.strerror}") from None
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -208,7 +276,10 @@ def _note_resumed(path: Path) -> None:
 
 
 def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """All of it or nothing, whenever the process is stopped."""
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole.replace(path)
 
 
 def _now() -> str:

@@ -17,6 +17,7 @@ from kvshare_eval.asking import Asker
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import (
     data_source,
+    one_server,
     server_facts,
     server_flags,
     server_or_url,
@@ -27,11 +28,13 @@ from kvshare_eval.quality.methods import Method, default_methods, parse_methods
 from kvshare_eval.quality.runner import Depth, Part, QualityRun, take_cases
 from kvshare_eval.quality.tasks import find_task, tasks
 from kvshare_eval.rendering import load_renderer
-from kvshare_eval.run_dir import RunDir, plain_command
+from kvshare_eval.run_dir import RunDir, load_run, plain_command, plain_words
 from kvshare_eval.stats.sample_size import plan_lines
 
 #: Every plan is carried out: what is asked is what reuse costs, not whether it pays here.
 _KVSHARE_FLAGS = ("--kvshare-gate", "off")
+#: Of a server's facts, what may differ when a run goes on: the memory at hand decides it.
+_MAY_CHANGE = ("max_total_num_tokens",)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class QualitySettings:
     """What is measured; see :func:`quality` for the words."""
 
     model: str
+    tokenizer: str | None
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     cases: int
@@ -53,6 +57,7 @@ class QualitySettings:
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
+            "tokenizer": self.tokenizer,
             "tasks": list(self.tasks),
             "methods": list(self.methods),
             "cases": self.cases,
@@ -140,10 +145,13 @@ def quality(
         raise typer.Exit(0)
     if out is None:
         raise EvalError("give the run directory to make: --out DIR")
+    one_server(model, url, server_args)
     flags = () if url else (*server_flags(server_args), *_KVSHARE_FLAGS)
     settings = QualitySettings(
         model=plain_command([model or tokenizer or "given by URL"]),
-        tasks=tuple(task or tasks()),
+        # Behind a URL the tokenizer stands for the model.
+        tokenizer=plain_command([tokenizer]) if model and tokenizer else None,
+        tasks=tuple(dict.fromkeys(task or tasks())),
         methods=tuple(m.name for m in parse_methods(method or default_methods())),
         cases=cases,
         seed=seed,
@@ -151,8 +159,8 @@ def quality(
         gold=gold,
         top=top,
         positions=positions,
-        data="hub" if hub else data.name if data else "built in",
-        server=tuple(plain_command([flag]) for flag in flags),
+        data="hub" if hub else data.resolve().name if data else "built in",
+        server=tuple(plain_words(flags)),
     )
     source = data_source(data, hub)
     parts = _parts(settings, source)
@@ -171,8 +179,6 @@ def quality(
         stack.enter_context(run)
         address = stack.enter_context(server_or_url(model, url, flags, console=console))
         counting = stack.enter_context(Counting(console))
-        for part in parts:
-            counting.add(part.label, part.cases)
         methods = parse_methods(settings.methods)
         asyncio.run(
             _measure(
@@ -199,10 +205,9 @@ async def _measure(
 ) -> None:
     async with asker:
         info = await asker.info()
-        renderer = load_renderer(tokenizer or str(info["tokenizer_path"]))
+        renderer = load_renderer(tokenizer or str(info.get("tokenizer_path")))
         await _refuse_what_the_server_cannot(asker, methods)
-        if "server" not in run.done:
-            run.append({"key": "server", "type": "server", **server_facts(info)})
+        _note_server(run, server_facts(info))
         depth = Depth(settings.top, settings.positions)
         ask = QualityRun(
             asker,
@@ -214,7 +219,23 @@ async def _measure(
             done=counting.advance,
         )
         for part in parts:
+            counting.add(part.label, part.cases, before=ask.finished(part))
+        for part in parts:
             await ask.part(part)
+
+
+def _note_server(run: RunDir, facts: dict[str, Any]) -> None:
+    """Write down what server answers; a run goes on with one that is like the first."""
+    if "server" not in run.done:
+        run.append({"key": "server", "type": "server", **facts})
+        return
+    before = next(each for each in load_run(run.path).records if each["key"] == "server")
+    for key in sorted(({*before, *facts}) - {"key", "type", *_MAY_CHANGE}):
+        if before.get(key) != facts.get(key):
+            raise EvalError(
+                f"{run.path} was measured on a server with {key}={before.get(key)!r}, not "
+                f"{facts.get(key)!r}: resume it with one like it"
+            )
 
 
 async def _refuse_what_the_server_cannot(asker: Asker, methods: Sequence[Method]) -> None:

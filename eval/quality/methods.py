@@ -27,7 +27,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "none": {"reuse": "approximate", "recompute_ratio": 0},
 }
 #: What earlier requests say: they compute what the exact prefix does not give, and publish it.
-HISTORY_SETTINGS: Mapping[str, Any] = {"reuse": "exact_prefix"}
+HISTORY_SETTINGS: Mapping[str, Any] = {"reuse": "exact_prefix", "publish": True}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ def parse_methods(names: Sequence[str]) -> tuple[Method, ...]:
     Raises:
         EvalError: a name that is no method.
     """
-    rest = [name for name in dict.fromkeys(names) if name != FULL]
-    return tuple(_method(name) for name in (FULL, *rest))
+    # By name, which a ratio's other spellings share: seams@0.20 is seams@0.2.
+    methods = {method.name: method for method in map(_method, (FULL, *names))}
+    return tuple(methods.values())
 
 
 def _method(name: str) -> Method:
@@ -69,4 +70,4 @@ def _method(name: str) -> Method:
             "as seams@0.2 with a ratio from 0 to 1"
         )
     settings = {"reuse": "approximate", "selector": selector, "recompute_ratio": share}
-    return Method(name, {**settings, "publish": False})
+    return Method(f"{selector}@{share:g}", {**settings, "publish": False})

@@ -43,7 +43,7 @@ class QualityRecord:
         task, group, case: where the question comes from; ``task`` with its options.
         method: name of the method (:mod:`kvshare_eval.quality.methods`).
         settings: what the request said under ``custom_params.kvshare``.
-        prompt_tokens: length of the prompt.
+        prompt_tokens: length of the method's prompt; ``no_context`` has one of its own.
         answer: the text; ``None`` where no answer was generated.
         same_as_full: the answer was not generated but taken over from full recompute, since every
             one of its tokens is the method's own most likely one.
@@ -51,9 +51,10 @@ class QualityRecord:
         scores: metric -> value in [0, 1], only where there is gold and an answer.
         metric: the task's own metric.
         divergence: ``None`` for the methods ``full`` and ``no_context``.
-        report: the server's counts for the prompt (``ReuseReport``).
-        e2e_ms: of the scoring request, by the client's clock; other requests may have been
-            running: not a measurement of speed.
+        report: the server's counts for the prompt (``ReuseReport``), without the answer's tokens
+            that a scoring request brings along.
+        e2e_ms: of the request that the report is of, by the client's clock; other requests may have
+            been running: not a measurement of speed.
     """
 
     key: str

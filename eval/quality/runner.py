@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvshare_eval.asking import Answered, Asker, Scored
+from kvshare_eval.errors import EvalError
 from kvshare_eval.metrics import all_scores, divergence
 from kvshare_eval.quality.cases import Case, Group
 from kvshare_eval.quality.methods import HISTORY_SETTINGS, NO_CONTEXT, Method
@@ -42,6 +43,9 @@ class Part:
         task: what the label says.
         groups: with all the cases that are measured.
         answers: generate answers and judge them; without it only divergence is measured.
+
+    Raises:
+        EvalError: no case at all, or two of one name.
     """
 
     label: str
@@ -49,13 +53,21 @@ class Part:
     groups: tuple[Group, ...]
     answers: bool
 
+    def __post_init__(self) -> None:
+        names = [f"{group.id}/{case.id}" for group in self.groups for case in group.cases]
+        if not names:
+            raise EvalError(f"task {self.label}: the data at hand give no case")
+        if len(set(names)) < len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise EvalError(f"task {self.label}: two cases are called {twice!r}")
+
     @property
     def cases(self) -> int:
         return sum(len(group.cases) for group in self.groups)
 
     def answer_tokens(self, depth: Depth) -> int:
         """The longest answer of full recompute: no more than is looked at."""
-        longest = self.task.max_new_tokens
+        longest: int = self.task.max_new_tokens
         return longest if self.answers else min(longest, depth.positions)
 
     @property
@@ -73,7 +85,7 @@ class QualityRun:
         methods: see :func:`kvshare_eval.quality.methods.parse_methods`; ``full`` is the first.
         depth: how closely distributions are looked at.
         keep_gold: write the accepted answers into the records; they are the data set's.
-        done: called with the label of a part after each of its cases.
+        done: called with the label of a part after each case that was asked.
     """
 
     def __init__(
@@ -97,6 +109,12 @@ class QualityRun:
         # A server may still hold what an earlier start of this run left there.
         self._salt = uuid.uuid4().hex
 
+    def finished(self, part: Part) -> int:
+        """Cases that the run directory holds with every method."""
+        return sum(
+            self._is_done(part, group, case) for group in part.groups for case in group.cases
+        )
+
     async def part(self, part: Part) -> None:
         """Measure the cases of one part."""
         waiting = iter(part.groups)
@@ -111,8 +129,6 @@ class QualityRun:
 
     async def _group(self, part: Part, group: Group) -> None:
         open_cases = [case for case in group.cases if not self._is_done(part, group, case)]
-        for _ in range(len(group.cases) - len(open_cases)):
-            self._done(part.label)
         if not open_cases:
             return
         salt = f"kvshare-eval:{self._salt}:{part.label}:{group.id}"
@@ -134,7 +150,7 @@ class QualityRun:
 
     async def _case(self, part: Part, group: Group, case: Case, salt: str) -> None:
         ids = self._renderer.ids(case.prompt)
-        made = _Maker(part, group, case, len(ids), self._keep_gold)
+        made = _Maker(part, group, case, self._keep_gold)
         full_method, *others = self._methods_of(part, case)
         # Full recompute is asked for again when a case is resumed: its distributions are not kept.
         full = await self._asker.generate(
@@ -145,7 +161,10 @@ class QualityRun:
             top=self._depth.top,
             stop=part.task.stop,
         )
-        self._write(made.record(full_method, full, answer=full.text if part.answers else None))
+        if not full.ids or not full.top:
+            raise EvalError(f"{made.key(full_method)}: the server told no token of an answer")
+        answer = full.text if part.answers else None
+        self._write(made.record(full_method, full, len(ids), answer=answer))
         async with asyncio.TaskGroup() as tasks:
             for method in others:
                 tasks.create_task(self._method(made, method, ids, full, salt))
@@ -164,13 +183,13 @@ class QualityRun:
         if made.part.answers:
             same = apart.first_divergence is None and len(apart.kl) == len(full.ids)
             answer = full.text if same else (await self._answer(made, method, ids, salt)).text
-        self._write(made.record(method, scored, answer=answer, same=same, apart=apart))
+        self._write(made.record(method, scored, len(ids), answer=answer, same=same, apart=apart))
 
     async def _no_context(self, made: _Maker, method: Method, salt: str) -> None:
         assert made.case.no_context is not None
         ids = self._renderer.ids(made.case.no_context)
         answered = await self._answer(made, method, ids, salt)
-        self._write(made.record(method, answered, answer=answered.text))
+        self._write(made.record(method, answered, len(ids), answer=answered.text))
 
     async def _answer(self, made: _Maker, method: Method, ids: list[int], salt: str) -> Answered:
         return await self._asker.generate(
@@ -185,14 +204,12 @@ class QualityRun:
         self, method: Method, ids: list[int], full: Answered, salt: str
     ) -> tuple[Scored, Divergence]:
         """Teacher forcing over full recompute's own answer."""
-        count = min(len(full.top), self._depth.positions)
-        tops = full.top[:count]
+        count = min(len(full.ids), len(full.top), self._depth.positions)
+        tops, answer = full.top[:count], full.ids[:count]
         wanted = sorted({token for top in tops for token in top})
-        scored = await self._asker.score(
-            ids, full.ids[:count], wanted, salt=salt, settings=method.settings
-        )
-        best = [max(top, key=lambda token: top[token]) for top in tops]
-        apart = divergence(tops, scored.wanted, full_top1=best, method_top1=scored.best)
+        scored = await self._asker.score(ids, answer, wanted, salt=salt, settings=method.settings)
+        # What full chose, and not the first of its most likely: two may be equally likely.
+        apart = divergence(tops, scored.wanted, full_top1=answer, method_top1=scored.best)
         return scored, apart
 
     def _write(self, record: QualityRecord) -> None:
@@ -207,7 +224,6 @@ class _Maker:
     part: Part
     group: Group
     case: Case
-    prompt_tokens: int
     keep_gold: bool
 
     def key(self, method: Method) -> str:
@@ -217,6 +233,7 @@ class _Maker:
         self,
         method: Method,
         outcome: Answered | Scored,
+        prompt_tokens: int,
         *,
         answer: str | None,
         same: bool = False,
@@ -231,7 +248,7 @@ class _Maker:
             case=self.case.id,
             method=method.name,
             settings=dict(method.settings),
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             answer=answer,
             same_as_full=same,
             gold=gold if self.keep_gold else (),
