@@ -130,6 +130,8 @@ def task_cases(run: Run) -> list[TaskCases]:
     """
     found: dict[str, dict[str, dict[tuple[str, str], QualityRecord]]] = {}
     for raw in run.records:
+        if raw.get("type") == "server":
+            continue
         record = _read(run, raw)
         methods = found.setdefault(record.task, {})
         methods.setdefault(record.method, {})[(record.group, record.case)] = record
