@@ -23,7 +23,7 @@ from rich.progress import (
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import server_flags
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.run_dir import RunDir, load_run, plain_command
+from kvshare_eval.run_dir import RunDir, load_run, plain_command, plain_words
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
 from kvshare_eval.serving.runner import Runner
 from kvshare_eval.serving.sides import check_sides, read_urls, started_sides, url_sides
@@ -147,7 +147,7 @@ def serving(
     settings = {
         "model": Path(model).name if Path(model).exists() else model,
         "sides": list(names),
-        "servers": "given by URL" if urls else [plain_command([flag]) for flag in flags],
+        "servers": "given by URL" if urls else plain_words(flags),
         "workloads": [spec.text for spec in sweep.specs],
         "rates": rates,
         "rate_multiples": list(multiples),
