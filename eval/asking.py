@@ -191,7 +191,7 @@ class Asker:
         try:
             async with self._session.request(method, self.url + path, json=body) as response:
                 if response.status != 200:
-                    said = (await response.text()).strip()
+                    said = " ".join((await response.text()).split())
                     raise EvalError(f"{self.url}{path} answered {response.status}: {said[:500]}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError) as error:
