@@ -23,6 +23,7 @@ from kvshare_eval.front import (
     server_or_url,
 )
 from kvshare_eval.loaders import DataSource
+from kvshare_eval.metrics import all_scores
 from kvshare_eval.progress import Counting
 from kvshare_eval.quality.methods import Method, default_methods, parse_methods
 from kvshare_eval.quality.runner import Depth, Part, QualityRun, take_cases
@@ -205,6 +206,8 @@ async def _measure(
 ) -> None:
     async with asker:
         info = await asker.info()
+        # What judges answers is loaded now, which takes seconds: later requests would wait for it.
+        all_scores("", ("0",))
         renderer = load_renderer(tokenizer or str(info.get("tokenizer_path")))
         await _refuse_what_the_server_cannot(asker, methods)
         _note_server(run, server_facts(info))

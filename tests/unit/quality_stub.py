@@ -7,12 +7,17 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 from serving_stub import Stub
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
 END = 0
 #: What the tokens that the toy says read like; the first one ends an answer and has no text.
 PIECES = ("", " blue", " 7", " the", " river", " 12", "\n", " stone", " of", " no", " 3", " red")
@@ -189,6 +194,31 @@ class ToyServer(Stub):
             "decision": "reuse" if matched else "none",
             "reason": "ok" if matched else reuse,
         }
+
+
+def make_tokenizer(folder: Path, chat_template: str | None) -> Any:
+    """A small BPE tokenizer of real text, in a folder as a model has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from kvshare_eval.passages import load_passages
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<system>", "<user>", "<assistant>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator((passage.text for passage in load_passages()), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=chat_template
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def _common(ids: Sequence[int], donor: Sequence[int], limit: int) -> int:

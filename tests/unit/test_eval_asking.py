@@ -190,11 +190,11 @@ def test_what_a_server_cannot_do_is_one_sentence(
 
 
 def test_a_server_that_is_not_there_or_does_not_answer(server: ToyServer) -> None:
-    with pytest.raises(EvalError, match="no answer from http://127.0.0.1:9/server_info: "):
+    with pytest.raises(EvalError, match=r"no answer from http://127.0.0.1:9/server_info: "):
         ask("127.0.0.1:9", lambda asker: asker.info())
     server.delay_s = 5
-    with pytest.raises(EvalError, match="no answer from .*: .+"):
+    with pytest.raises(EvalError, match=r"no answer from .*: .+"):
         ask(server.url, lambda asker: asker.generate([1], max_new_tokens=1), timeout_s=0.1)
     server.lives = 0
-    with pytest.raises(EvalError, match="no answer from .*: .+"):
+    with pytest.raises(EvalError, match=r"no answer from .*: .+"):
         ask(server.url, lambda asker: asker.generate([1], max_new_tokens=1))

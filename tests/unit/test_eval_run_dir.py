@@ -214,13 +214,13 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(EvalError, match=message):
             make(path)
-        with pytest.raises(EvalError, match="holds no run: run.json is missing"):
+        with pytest.raises(EvalError, match=r"holds no run: run.json is missing"):
             load_run(path)
     (tmp_path / "full" / "run.json").write_text('{"format": 0}')
     with pytest.raises(EvalError, match="format 0, but this version reads 1"):
         load_run(tmp_path / "full")
     (tmp_path / "full" / "run.json").write_text("{")
-    with pytest.raises(EvalError, match="run.json is not valid JSON"):
+    with pytest.raises(EvalError, match=r"run.json is not valid JSON"):
         load_run(tmp_path / "full")
 
 
@@ -228,5 +228,5 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     with make(tmp_path):
         pass
     (tmp_path / "records.jsonl").write_bytes(b'{"key": "a"}\n{"key"\n{"key": "c"}\n')
-    with pytest.raises(EvalError, match="records.jsonl:2 is not valid JSON"):
+    with pytest.raises(EvalError, match=r"records.jsonl:2 is not valid JSON"):
         load_run(tmp_path)
