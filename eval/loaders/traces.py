@@ -6,9 +6,10 @@ Mooncake's conversation trace (JSONL). There is nothing built in: a made-up trac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from kvshare_eval.errors import EvalError
@@ -22,6 +23,8 @@ AZURE = {
     for kind in ("conv", "code")
 }
 MOONCAKE = DataSet("mooncake", ("conversation_trace.jsonl", "mooncake_conversation_trace.jsonl"))
+#: Tokens that one block hash of the Mooncake trace stands for.
+BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class TraceRequest:
         arrival_s: seconds since the trace's first request.
         prompt_tokens: length of the prompt.
         output_tokens: length of the answer.
-        block_hashes: which blocks of 512 tokens the prompt is made of, in order, where the trace
-            says so; equal numbers are equal blocks behind equal prefixes.
+        block_hashes: which blocks of :data:`BLOCK_TOKENS` the prompt is made of, in order, if
+            the trace says so; equal numbers are equal blocks behind equal prefixes.
     """
 
     arrival_s: float
@@ -57,6 +60,25 @@ def load_mooncake_trace(source: DataSource) -> Iterator[TraceRequest]:
         parsed(_mooncake, row, f"{path.name}: line {number}")
         for number, row in enumerate(read_jsonl(path), 1)
     )
+
+
+#: What a command line calls a trace -> how it is loaded.
+TRACES: dict[str, Callable[[DataSource], Iterator[TraceRequest]]] = {
+    "azure_llm_2023_conv": partial(load_azure_trace, kind="conv"),
+    "azure_llm_2023_code": partial(load_azure_trace, kind="code"),
+    "mooncake_conversation_trace": load_mooncake_trace,
+}
+
+
+def load_trace(source: DataSource, name: str) -> Iterator[TraceRequest]:
+    """A trace by name, in order of arrival, as far as the caller goes.
+
+    Raises:
+        EvalError: unknown trace, no file of it, or a line that cannot be read.
+    """
+    if name not in TRACES:
+        raise EvalError(f"unknown trace {name!r}: allowed are {', '.join(TRACES)}")
+    return TRACES[name](source)
 
 
 def _path(trace: DataSet, source: DataSource) -> Path:

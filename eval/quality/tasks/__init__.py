@@ -11,17 +11,15 @@ Its keyword parameters are the task's options, which a command line sets as
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders import DataSource
+from kvshare_eval.options import choose, defaults_of
 from kvshare_eval.quality.cases import Group
 
 Groups = Iterator[Group]
@@ -53,8 +51,7 @@ class Task:
 
     def defaults(self) -> dict[str, Any]:
         """The options and what they are when nobody sets them."""
-        parameters = inspect.signature(self.make).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return defaults_of(self.make)
 
     def groups(self, data: DataSource, seed: int, options: dict[str, Any] | None = None) -> Groups:
         """The groups, without an end where the task generates them."""
@@ -104,36 +101,4 @@ def find_task(text: str) -> tuple[Task, dict[str, Any]]:
     Raises:
         EvalError: unknown task or option, or a value of the wrong type; names what is allowed.
     """
-    name, _, settings = text.partition(":")
-    known = tasks()
-    if name not in known:
-        raise EvalError(_unknown("task", name, list(known)))
-    task = known[name]
-    defaults = task.defaults()
-    options: dict[str, Any] = {}
-    for item in filter(None, settings.split(",")):
-        key, equals, value = item.partition("=")
-        if key not in defaults:
-            raise EvalError(_unknown(f"option of task {name}", key, list(defaults)))
-        if not equals:
-            raise EvalError(f"option {key} of task {name}: write {key}=VALUE")
-        options[key] = _typed(name, key, value, defaults[key])
-    return task, options
-
-
-def _typed(task: str, key: str, value: str, default: Any) -> Any:
-    kind = type(default)
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return kind(value)
-    except (KeyError, ValueError):
-        raise EvalError(
-            f"option {key} of task {task}: {value!r} is no {kind.__name__} (default: {default!r})"
-        ) from None
-
-
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {what} {name!r}: {hint}Allowed are {', '.join(known) or 'none'}"
+    return choose("task", text, tasks(), lambda task: task.make)

@@ -12,9 +12,7 @@ called ``prompt_tokens`` and ``share`` can be swept.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
 import pkgutil
 import statistics
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from kvshare_eval.errors import EvalError
+from kvshare_eval.options import choose, defaults_of
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class Workload:
 
     def defaults(self) -> dict[str, Any]:
         """The options and what they are when nobody sets them."""
-        parameters = inspect.signature(self.make).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return defaults_of(self.make)
 
 
 _WORKLOADS: dict[str, Workload] = {}
@@ -125,26 +123,7 @@ def find_workload(text: str) -> tuple[Workload, dict[str, Any]]:
     Raises:
         EvalError: unknown workload or option, or a value of the wrong type; names what is allowed.
     """
-    name, _, settings = text.partition(":")
-    known = workloads()
-    if name not in known:
-        raise EvalError(_unknown("workload", name, list(known)))
-    workload = known[name]
-    defaults = workload.defaults()
-    options: dict[str, Any] = {}
-    for item in filter(None, settings.split(",")):
-        key, _, value = item.partition("=")
-        if key not in defaults:
-            raise EvalError(_unknown(f"option of workload {name}", key, list(defaults)))
-        kind = type(defaults[key])
-        try:
-            options[key] = kind(value)
-        except ValueError:
-            raise EvalError(
-                f"option {key} of workload {name}: {value!r} is no {kind.__name__} "
-                f"(default: {defaults[key]!r})"
-            ) from None
-    return workload, options
+    return choose("workload", text, workloads(), lambda workload: workload.make)
 
 
 def reusable(prompt_tokens: int, share: float) -> int:
@@ -166,9 +145,3 @@ def at_least(low: float, **values: float) -> None:
     for name, value in values.items():
         if value < low:
             raise EvalError(f"{name}={value:g}: must be at least {low:g}")
-
-
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {what} {name!r}: {hint}Allowed are {', '.join(known) or 'none'}"

@@ -6,7 +6,7 @@ import random
 from itertools import islice
 
 from kvshare_eval.errors import EvalError
-from kvshare_eval.loaders.trace import BLOCK_TOKENS, TraceRequest, load_trace
+from kvshare_eval.loaders.traces import BLOCK_TOKENS, TraceRequest, load_trace
 from kvshare_eval.serving.tokens import Tokens
 from kvshare_eval.serving.workloads import Load, LoadRequest, at_least, register_workload
 
@@ -55,7 +55,7 @@ def trace(
         )
         sent.update(blocks)
         requests.append(
-            LoadRequest(prompt, min(max_output_tokens, one.output_tokens), known, due_s)
+            LoadRequest(prompt, max(1, min(max_output_tokens, one.output_tokens)), known, due_s)
         )
     if not requests:
         raise EvalError(f"trace {name} has no request after the first {skip}")
