@@ -13,9 +13,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from kvshare_eval.command_line import plain_command
 from kvshare_eval.errors import EvalError
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.run_dir import plain_command
 from kvshare_eval.servers import Mode, Server, ServerError
 
 #: What a server gets on a machine without an accelerator when nothing else is said: the dtype that

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,19 +28,6 @@ _RECORDS = "records.jsonl"
 _RESUMED = "resumed.json"
 #: Raised when a record's shape changes, so that a report can say what it cannot read.
 FORMAT = 1
-#: Options whose values are never shown, and what stands in their place.
-_HIDDEN = {
-    "--api-key": "KEY",
-    "--admin-api-key": "KEY",
-    "--ssl-keyfile-password": "KEY",
-    "--host": "HOST",
-    "--dist-init-addr": "HOST",
-    "--url": "URL",
-}
-#: An absolute path, or one from the home or the parent folder, anywhere in a word; the group is its
-#: last part.
-_PATH = re.compile(r"""(?<![\w./~-])(?:~\w*|\.{1,2})?(?:/[^\s/'",:;=]+)*/([^\s/'",:;=]+)/?""")
-_ADDRESS = re.compile(r"""\w+://[^\s'"]+""")
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class RunDir:
     Args:
         path: the folder to make, or to go on with.
         kind: ``quality`` or ``serving``.
-        command: the command line, without paths (see :func:`plain_command`).
+        command: the command line, without paths (see :mod:`kvshare_eval.command_line`).
         settings: everything that decides what is measured; a run is resumed with the same only.
         resume: go on with a run that is there.
 
@@ -166,60 +150,6 @@ def load_run(path: Path) -> Run:
         raise EvalError(f"{path}: format {facts.get('format')!r}, but this version reads {FORMAT}")
     by_key = {record["key"]: record for record in _records(path / _RECORDS)}
     return Run(path.name, facts["kind"], facts, tuple(by_key.values()))
-
-
-def plain_command(words: Sequence[str]) -> str:
-    """A command line that can be shown: paths cut to their last part, no addresses, no keys."""
-    return " ".join(plain_words(words))
-
-
-def plain_words(words: Sequence[str]) -> list[str]:
-    """The words of :func:`plain_command`, one for one: a key may be the word behind its option."""
-    shown = []
-    option = ""
-    for word in words:
-        shown.append(_hidden(option, word) or _plain(word))
-        option = word
-    return shown
-
-
-def _hidden(option: str, value: str) -> str | None:
-    """What stands for the value of an option that is not shown; options may be abbreviated."""
-    if not re.match("--[a-z]", option):
-        return None
-    matching = [name for name in _HIDDEN if name.startswith(option)]
-    if not matching:
-        return None
-    shown = _HIDDEN[matching[0]]
-    # One of several addresses, as NAME=URL.
-    name, equals, _ = value.partition("=")
-    return f"{name}={shown}" if shown == "URL" and equals and name.isalnum() else shown
-
-
-def _plain(word: str) -> str:
-    if _is_path(word):
-        return Path(word).name
-    if len(parts := _split(word)) > 1:
-        # Flags of a server, given as one word.
-        return shlex.quote(plain_command(parts))
-    option, equals, value = word.partition("=")
-    if equals and option.startswith("-"):
-        return f"{option}={_hidden(option, value) or _plain(value)}"
-    return _PATH.sub(r"\1", _ADDRESS.sub("URL", word))
-
-
-def _is_path(word: str) -> bool:
-    """A path as a whole, blanks and all; a hub name such as ``owner/model`` is none."""
-    if os.sep not in word or " -" in word:
-        return False
-    return word.startswith((os.sep, "~")) or os.path.exists(word)
-
-
-def _split(word: str) -> list[str]:
-    try:
-        return shlex.split(word)
-    except ValueError:
-        return word.split()
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kvshare_eval.asking import Asker
+from kvshare_eval.command_line import plain_command, plain_words
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import (
     data_source,
@@ -29,7 +30,7 @@ from kvshare_eval.quality.methods import Method, default_methods, parse_methods
 from kvshare_eval.quality.runner import Depth, Part, QualityRun, take_cases
 from kvshare_eval.quality.tasks import find_task, tasks
 from kvshare_eval.rendering import load_renderer
-from kvshare_eval.run_dir import RunDir, load_run, plain_command, plain_words
+from kvshare_eval.run_dir import RunDir, load_run
 from kvshare_eval.stats.sample_size import plan_lines
 
 #: Every plan is carried out: what is asked is what reuse costs, not whether it pays here.

@@ -20,10 +20,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvshare_eval.command_line import plain_command, plain_words
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import server_flags
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.run_dir import RunDir, load_run, plain_command, plain_words
+from kvshare_eval.run_dir import RunDir, load_run
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
 from kvshare_eval.serving.runner import Runner
 from kvshare_eval.serving.sides import check_sides, read_urls, started_sides, url_sides

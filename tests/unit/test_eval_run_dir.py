@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvshare_eval.command_line import plain_command, plain_words
 from kvshare_eval.errors import EvalError
-from kvshare_eval.run_dir import RunDir, load_run, plain_command, plain_words
+from kvshare_eval.run_dir import RunDir, load_run
 
 pytestmark = pytest.mark.unit
 
