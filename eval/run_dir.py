@@ -60,6 +60,8 @@ class RunDir:
         command: the command line, without paths (see :mod:`kvshare_eval.command_line`).
         settings: everything that decides what is measured; a run is resumed with the same only.
         resume: go on with a run that is there.
+        may_grow: settings that may ask for more when a run is resumed: a larger number, or further
+            items of a list.
 
     Raises:
         EvalError: the folder holds records and ``resume`` is not set, or a run with other settings;
@@ -74,19 +76,21 @@ class RunDir:
         command: str,
         settings: Mapping[str, Any],
         resume: bool = False,
+        may_grow: Sequence[str] = (),
     ) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self._goes_on = False
+        #: ``run.json`` as it is to be when a run goes on; ``None`` for a new one.
+        self._facts: dict[str, Any] | None = None
         self.done: set[str] = set()
         plain = json.loads(json.dumps(dict(settings)))
         before = load_run(path) if (path / _RUN).exists() else None
         if before is not None and (resume or before.records):
             if not resume:
                 raise EvalError(f"{path} holds a run already; --resume goes on with it")
-            _same(before, kind, plain, path)
+            _same(before, kind, plain, path, may_grow)
             self.done = {record["key"] for record in before.records}
-            self._goes_on = True
+            self._facts = {**before.facts, "settings": plain}
         elif before is None and path.exists() and not _is_empty(path):
             raise EvalError(f"{path} is not empty and holds no run")
         else:
@@ -110,7 +114,8 @@ class RunDir:
             file.close()
             raise EvalError(f"{self.path}: another process is writing this run") from None
         _drop_torn_line(records)
-        if self._goes_on:
+        if self._facts is not None:
+            _write(self.path / _RUN, self._facts)
             _note_resumed(self.path)
         self._file = file
         return self
@@ -188,15 +193,23 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def _same(before: Run, kind: str, settings: dict[str, Any], path: Path) -> None:
+def _same(
+    before: Run, kind: str, settings: dict[str, Any], path: Path, may_grow: Sequence[str]
+) -> None:
     if before.kind != kind:
         raise EvalError(f"{path} holds a {before.kind} run, not a {kind} run")
     for key in sorted({*before.settings, *settings}):
         old, new = before.settings.get(key), settings.get(key)
-        if old != new:
+        if old != new and not (key in may_grow and _grown(old, new)):
             raise EvalError(
                 f"{path} was made with {key}={old!r}, not {new!r}: resume it with the same settings"
             )
+
+
+def _grown(old: Any, new: Any) -> bool:
+    if isinstance(old, list) and isinstance(new, list):
+        return all(item in new for item in old)
+    return bool(new > old)
 
 
 def _note_resumed(path: Path) -> None:

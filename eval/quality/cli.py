@@ -124,7 +124,11 @@ def quality(
         str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that is in OUT.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run that is in OUT; cases, tasks and methods may be more.",
+        ),
     ] = False,
     list_tasks: Annotated[
         bool, typer.Option("--list", help="List the tasks with their options and exit.")
@@ -176,6 +180,7 @@ def quality(
         command=plain_command(["kvshare", *sys.argv[1:]]),
         settings=settings.to_dict(),
         resume=resume,
+        may_grow=("tasks", "methods", "cases"),
     )
     with ExitStack() as stack:
         stack.enter_context(run)

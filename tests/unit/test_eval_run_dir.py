@@ -231,3 +231,28 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_bytes(b'{"key": "a"}\n{"key"\n{"key": "c"}\n')
     with pytest.raises(EvalError, match=r"records.jsonl:2 is not valid JSON"):
         load_run(tmp_path)
+
+
+def test_a_run_may_grow_where_that_is_allowed(tmp_path):
+    def make(resume=True, **settings):
+        return RunDir(
+            tmp_path / "run",
+            kind="quality",
+            command="kvshare",
+            settings=settings,
+            resume=resume,
+            may_grow=("cases", "methods"),
+        )
+
+    with make(resume=False, cases=2, methods=["full"], seed=1) as run:
+        run.append({"key": "a"})
+    with make(cases=3, methods=["full", "none"], seed=1) as run:
+        assert run.done == {"a"}
+    assert load_run(tmp_path / "run").settings["cases"] == 3
+    for shrunk, name in (
+        ({"cases": 2, "methods": ["full", "none"], "seed": 1}, "cases=3"),
+        ({"cases": 3, "methods": ["none"], "seed": 1}, "methods"),
+        ({"cases": 3, "methods": ["full", "none"], "seed": 2}, "seed=1"),
+    ):
+        with pytest.raises(EvalError, match=name):
+            make(**shrunk)
