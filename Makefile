@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test kits soak lint format bench bench-index clean
+.PHONY: help env model demo test kits soak lint format eval bench bench-index clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -41,6 +41,11 @@ lint: env ## ruff on everything, mypy in strict mode on the core
 format: env ## let ruff rewrite the sources
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+eval: model ## measure quality and speed on the small model and write a page (an hour and more)
+	@.venv/bin/kvshare eval quality --model '$(MODEL_DIR)' --no-answers --out build/eval/quality --resume
+	@.venv/bin/kvshare eval serving --model '$(MODEL_DIR)' --out build/eval/serving --resume
+	@.venv/bin/kvshare eval report build/eval/quality build/eval/serving --out build/eval/report.md
 
 bench: model ## measure the time to the first token with and without reuse
 	@$(PY) -m kvshare_eval.serving.bench_reuse --model '$(MODEL_DIR)'

@@ -2,7 +2,8 @@
 
     RUN/
       run.json         command, settings, versions, commit, machine; written once, at the start
-      records.jsonl    one record a line, appended as it is measured, each with its own ``key``
+      records.jsonl    one record a line, appended as it is measured, each with its own ``key``;
+                       a run that is kept may have it packed, as records.jsonl.gz
       resumed.json     commit and time of every later start of the same run, if any
 
 A record is written once and never changed, so that a run that was stopped goes on where it was. The
@@ -12,6 +13,7 @@ directory holds no path, no host name and no key of the machine that made it: it
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +109,8 @@ class RunDir:
 
     def __enter__(self) -> Self:
         records = self.path / _RECORDS
+        if self._facts is not None and not records.exists():
+            _unpack(records)
         file = records.open("a", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,10 +162,11 @@ def load_run(path: Path) -> Run:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
+    packed = path.with_name(path.name + ".gz")
+    if not path.exists() and not packed.exists():
         return
     # Bytes: a line may be torn in the middle of a character.
-    with path.open("rb") as lines:
+    with path.open("rb") if path.exists() else gzip.open(packed, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return  # torn off: the process was stopped while it wrote this line
@@ -169,6 +174,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as error:
                 raise EvalError(f"{path}:{number} is not valid JSON: {error}") from None
+
+
+def _unpack(records: Path) -> None:
+    """Unpack the records of a run that was kept and goes on."""
+    packed = records.with_name(records.name + ".gz")
+    if packed.exists():
+        records.write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
 
 
 def _is_empty(path: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_kvshare.config import REUSE_MODES, KVShareConfig, cli_flag, option_fields, resolve
 from sglang_kvshare.engine.metrics import SERIES, exported_names
-from sglang_kvshare.request import REASONS, ReuseReport
+from sglang_kvshare.request import REASONS, RequestOptions, ReuseReport
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,12 @@ def test_each_setting_has_its_row(configuration, spec):
         f"| `{spec.default}` |"
     )
     assert row in configuration
+
+
+def test_each_setting_of_a_request_is_explained(configuration):
+    section = configuration.split("## What a request can say")[1].split("\n## ")[0]
+    for name in RequestOptions.__dataclass_fields__:
+        assert f"`{name}`" in section
 
 
 def test_each_field_of_the_report_has_its_row(configuration):

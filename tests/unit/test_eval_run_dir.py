@@ -1,5 +1,6 @@
 """Run directories: what is shown of a command line, what is written, and how a run goes on."""
 
+import gzip
 import json
 import socket
 from pathlib import Path
@@ -256,3 +257,22 @@ def test_a_run_may_grow_where_that_is_allowed(tmp_path):
     ):
         with pytest.raises(EvalError, match=name):
             make(**shrunk)
+
+
+def test_a_packed_run_is_read_and_goes_on(tmp_path):
+    path = tmp_path / "run"
+    made = {"kind": "quality", "command": "kvshare", "settings": {"seed": 1}}
+    with RunDir(path, **made) as run:
+        run.append({"key": "a", "value": "ü"})
+    plain = load_run(path).records
+    records = path / "records.jsonl"
+    (path / "records.jsonl.gz").write_bytes(gzip.compress(records.read_bytes()))
+    records.unlink()
+    assert load_run(path).records == plain
+    with pytest.raises(EvalError, match="holds a run already"):
+        RunDir(path, **made)
+    with RunDir(path, **made, resume=True) as run:
+        assert run.done == {"a"}
+        run.append({"key": "b"})
+    assert [each["key"] for each in load_run(path).records] == ["a", "b"]
+    assert not (path / "records.jsonl.gz").exists()
