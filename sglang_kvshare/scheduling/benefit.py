@@ -1,11 +1,16 @@
 """Whether reuse pays, judged by what forwards on this machine were measured to take.
 
-    full forward of n rows                      curve(n)
-    narrowed forward: k rows kept, s placed     curve(k) + overhead + copy * s
-    a plan that spares s of n rows gains        curve(n) - curve(n - s) - overhead - copy * s
+    full forward of n rows                      full(n)
+    narrowed forward of k kept rows             narrowed(k), else full(k) + overhead
+    a plan that spares s of n rows gains        full(n) - narrowed(n - s) - copy * s
 
-The curve is not a line: few rows cost hardly less than some more (weights are read all the same),
-which is why short prompts would lose. It is the running median of measurements by powers of two.
+The curves are no lines: few rows cost hardly less than some more (weights are read all the same),
+which is why short prompts would lose. They are running medians of measurements by powers of two.
+
+What was not measured is not held against a plan: of a narrowed forward smaller than all that are
+known the least is assumed, so that the plan is carried out, and its time is known from then on. A
+gate that took the smallest size it knows for all smaller ones would close where only long prompts
+were computed in full, and then never learn better.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ class _Bucket:
 
 
 class CostCurve:
-    """Time of a full forward by its rows, in milliseconds."""
+    """Time of a forward by the rows that run, in milliseconds."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -70,9 +75,22 @@ class CostCurve:
         bucket.ms.add(ms)
         self._points = None
 
+    def covers(self, rows: int) -> bool:
+        """``rows`` is no less, by powers of two, than the smallest size measured well enough."""
+        sizes, _ = self._known()
+        return bool(sizes) and rows.bit_length() >= int(sizes[0]).bit_length()
+
     def ms(self, rows: float) -> float:
-        """Predicted time; never falls with ``rows``, flat below the smallest size measured."""
+        """Predicted time; never falls with ``rows``.
+
+        Below the smallest size measured it follows the line of the two smallest, and is not below
+        0: where rows hardly matter any more it stays flat, and where only long forwards are known
+        it says little, and so less than it will take.
+        """
         sizes, times = self._known()
+        if rows < sizes[0]:
+            slope = (times[1] - times[0]) / (sizes[1] - sizes[0]) if len(sizes) > 1 else 0.0
+            return max(0.0, times[0] - slope * (sizes[0] - rows))
         if rows <= sizes[-1]:
             return float(np.interp(rows, sizes, times))
         # Beyond the largest: along its own average, which is less than what attention will take.
@@ -90,19 +108,21 @@ class BenefitGate:
     """Lets a plan through when it is predicted to save time; learns from every forward."""
 
     def __init__(self) -> None:
-        self.curve = CostCurve()
+        self.full = CostCurve()
+        self.narrowed = CostCurve()
         self._overhead_ms = Recent()
         self._copy_ms_per_token = Recent()
         self._match_ms_per_token = Recent()
 
     def observe_full(self, rows: int, ms: float) -> None:
         """A forward in which every one of ``rows`` rows ran."""
-        self.curve.observe(rows, ms)
+        self.full.observe(rows, ms)
 
     def observe_narrowed(self, kept_rows: int, ms: float) -> None:
         """A forward in which ``kept_rows`` ran, without the copy before it."""
-        if self.curve.known and ms > 0:
-            self._overhead_ms.add(ms - self.curve.ms(kept_rows))
+        self.narrowed.observe(kept_rows, ms)
+        if ms > 0 and self.full.known and self.full.covers(kept_rows):
+            self._overhead_ms.add(ms - self.full.ms(kept_rows))
 
     def observe_copy(self, tokens: int, ms: float) -> None:
         if tokens > 0 and ms >= 0:
@@ -115,17 +135,19 @@ class BenefitGate:
 
     @property
     def known(self) -> bool:
-        """Enough has been measured; until then every plan passes."""
-        return (
-            self.curve.known
-            and len(self._overhead_ms) >= _ENOUGH
-            and len(self._copy_ms_per_token) >= _ENOUGH
-        )
+        """Enough has been measured to judge some plans; until then every plan passes."""
+        return self.full.known and len(self._copy_ms_per_token) >= _ENOUGH
 
     def saved_ms(self, rows: int, spared_rows: int) -> float:
         """Predicted gain of a plan that spares ``spared_rows`` of ``rows``; may be negative."""
-        gain = self.curve.ms(rows) - self.curve.ms(rows - spared_rows)
-        return gain - self._overhead_ms.median - self._copy_ms_per_token.median * spared_rows
+        copy = self._copy_ms_per_token.median * spared_rows
+        return self.full.ms(rows) - self._narrowed_ms(rows - spared_rows) - copy
+
+    def _narrowed_ms(self, kept_rows: int) -> float:
+        if self.narrowed.covers(kept_rows):
+            return self.narrowed.ms(kept_rows)
+        overhead = self._overhead_ms.median if len(self._overhead_ms) >= _ENOUGH else 0.0
+        return self.full.ms(kept_rows) + overhead
 
     def pays(self, rows: int, spared_rows: int) -> bool:
         """Whether a plan at hand is worth carrying out."""

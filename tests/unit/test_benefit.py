@@ -66,6 +66,29 @@ def test_short_prompts_are_not_even_looked_at():
     assert gate.pays(5000, 4000)
 
 
+def test_a_history_of_long_prompts_does_not_close_it():
+    """Full forwards of 1,000 and 2,500 rows are all it knows; attention makes the curve convex."""
+
+    def took(rows, context):
+        return 5 + 2.0 * rows + 4e-4 * rows * context
+
+    gate = BenefitGate()
+    for _ in range(20):
+        for rows in (1000, 2500):
+            gate.observe_full(rows, took(rows, rows))
+        for rows, spared in ((2500, 600), (2500, 1800), (1000, 240)):
+            gate.observe_narrowed(rows - spared, took(rows - spared, rows))
+            gate.observe_copy(spared, 0.01 * spared)
+            gate.observe_match(rows, 0.001 * rows)
+    for rows, spared in ((1000, 240), (1000, 500), (1000, 950), (2500, 2400), (600, 500)):
+        assert gate.worth_a_look(rows)
+        assert gate.pays(rows, spared), (rows, spared)
+    # What it then measures counts: were small narrowed forwards slow, it would close.
+    for _ in range(20):
+        gate.observe_narrowed(50, 10 * took(1000, 1000))
+    assert not gate.pays(1000, 950)
+
+
 def test_it_has_no_opinion_before_it_has_measured():
     gate = BenefitGate()
     assert gate.pays(10, 1)
@@ -120,7 +143,7 @@ def test_its_memory_is_bounded():
     gate = BenefitGate()
     for rows in range(1, 5000):
         gate.observe_full(rows, 1.0)
-    assert len(gate.curve._buckets) <= 13
+    assert len(gate.full._buckets) <= 13
     recent = Recent()
     for value in range(1000):
         recent.add(value)
