@@ -23,7 +23,7 @@ from kvshare_eval.report.quality import (
     task_cases,
     top1,
 )
-from kvshare_eval.report.serving import MEASURES, Cell, Measure, by_repeat, cells, read_slo
+from kvshare_eval.report.serving import MEASURES, Cell, Measure, Slos, by_repeat, cells, read_slos
 from kvshare_eval.report.serving_page import rate_text
 from kvshare_eval.run_dir import Run, load_run
 from kvshare_eval.stats import serving as stats
@@ -182,15 +182,17 @@ def _both(old: TaskCases, new: TaskCases, method: str, figure: Figure) -> tuple[
 def _serving(before: Run, after: Run, threshold: float) -> Iterator[Change]:
     old_cells = {(c.workload, c.rate, c.side): c for c in cells(before)}
     # One bar for both: the first run's, should they differ.
-    slo = read_slo(before) or read_slo(after)
+    theirs, ours = read_slos(before), read_slos(after)
+    slos = Slos(theirs.every or ours.every, {**ours.by_workload, **theirs.by_workload})
     for new in cells(after):
         old = old_cells.get((new.workload, new.rate, new.side))
         if old is None:
             continue
         where = f"{new.workload}, {rate_text(new.rate)}, {new.side}"
         for measure in MEASURES:
+            slo = slos.of(new.workload)
             values = (measure.of(old.load, slo), measure.of(new.load, slo))
-            found = _paired_or_not(old, new, measure, slo)
+            found = _paired_or_not(old, new, measure, slos)
             if found is None or values[0] is None or values[1] is None:
                 continue
             change, how = found
@@ -200,19 +202,19 @@ def _serving(before: Run, after: Run, threshold: float) -> Iterator[Change]:
 
 
 def _paired_or_not(
-    old: Cell, new: Cell, measure: Measure, slo: stats.Slo | None
+    old: Cell, new: Cell, measure: Measure, slos: Slos
 ) -> tuple[Interval, str] | None:
     """By repeat where there are enough of them in common, else by resampling each run."""
-    paired = by_repeat(new, old, measure, slo)
+    paired = by_repeat(new, old, measure, slos)
     if paired is not None and paired.cases >= _ENOUGH_REPEATS:
         return paired, f"{paired.cases} repeats, paired"
-    unpaired = _unpaired(old, new, measure, slo)
+    unpaired = _unpaired(old, new, measure)
     if unpaired is not None:
         return unpaired, f"{unpaired.groups} blocks of requests, not paired"
     return None if paired is None else (paired, f"{paired.cases} repeats, paired")
 
 
-def _unpaired(old: Cell, new: Cell, measure: Measure, slo: stats.Slo | None) -> Interval | None:
+def _unpaired(old: Cell, new: Cell, measure: Measure) -> Interval | None:
     """Ratio of two independent samples: blocks of requests are drawn within each run.
 
     What the machine did differently during the two runs is not in this interval.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvshare_eval.report.quality import BASE, FULL, NO_CONTEXT, TaskCases
-from kvshare_eval.report.serving import Cell, ratios, read_slo
+from kvshare_eval.report.serving import Cell, ratios, read_slos
 from kvshare_eval.report.serving_page import rate_text
 from kvshare_eval.report.text import interval, signed
 from kvshare_eval.run_dir import Run
@@ -68,7 +68,7 @@ def serving_findings(run: Run, cells: list[Cell]) -> list[Finding]:
             f"{one.measure.name} {interval(one.ratio)}",
             judge(one.ratio, 1.0, lower_is_better=one.measure.lower_is_better),
         )
-        for one in ratios(cells, read_slo(run))
+        for one in ratios(cells, read_slos(run))
     ]
 
 

@@ -137,9 +137,29 @@ class Saturation:
     throughput: stats.Knee | None
 
 
-def read_slo(run: Run) -> stats.Slo | None:
-    """Of the run's settings; ``None`` where they set no bound."""
-    raw: Mapping[str, Any] = run.settings.get("slo") or {}
+@dataclass(frozen=True)
+class Slos:
+    """The objectives of a run: those of its settings, or one for each workload."""
+
+    every: stats.Slo | None
+    by_workload: Mapping[str, stats.Slo]
+
+    def of(self, workload: str) -> stats.Slo | None:
+        """``None`` where no bound is set."""
+        return self.by_workload.get(workload, self.every)
+
+
+def read_slos(run: Run) -> Slos:
+    """Of the run's settings, and of its records where limits were found by measuring."""
+    mine = [record for record in run.records if record.get("type") == "slo"]
+    found = {record["workload"]: _slo(record) for record in mine}
+    return Slos(
+        _slo(run.settings.get("slo") or {}),
+        {workload: slo for workload, slo in found.items() if slo is not None},
+    )
+
+
+def _slo(raw: Mapping[str, Any]) -> stats.Slo | None:
     if raw.get("ttft_ms") is None and raw.get("tbt_ms") is None:
         return None
     return stats.Slo(raw.get("ttft_ms"), raw.get("tbt_ms"), raw.get("tbt_of", "mean"))
@@ -154,6 +174,8 @@ def cells(run: Run) -> list[Cell]:
     windows: dict[str, WindowRecord] = {}
     requests: dict[str, list[RequestRecord]] = {}
     for raw in run.records:
+        if raw.get("type") in _ABOUT_THE_RUN:
+            continue
         record = _read(run, raw)
         if isinstance(record, WindowRecord):
             windows[record.key] = record
@@ -169,6 +191,10 @@ def cells(run: Run) -> list[Cell]:
             found.items(), key=lambda item: (item[0][0], item[0][1] or 0.0, _place(item[0][2]))
         )
     ]
+
+
+#: Records about servers, and what was found out before the windows.
+_ABOUT_THE_RUN = ("server", "calibration", "slo")
 
 
 def _place(side: str) -> tuple[int, str]:
@@ -193,7 +219,7 @@ def reference_side(found: list[Cell]) -> str | None:
     return next((side for side in REFERENCE_SIDES if side in sides), None)
 
 
-def ratios(found: list[Cell], slo: stats.Slo | None) -> list[Ratio]:
+def ratios(found: list[Cell], slos: Slos) -> list[Ratio]:
     """Every other side against the reference side, wherever both were measured."""
     reference = reference_side(found)
     base = {(cell.workload, cell.rate): cell for cell in found if cell.side == reference}
@@ -202,13 +228,14 @@ def ratios(found: list[Cell], slo: stats.Slo | None) -> list[Ratio]:
         for cell in found
         if cell.side != reference and (cell.workload, cell.rate) in base
         for measure in MEASURES
-        if (ratio := by_repeat(cell, base[(cell.workload, cell.rate)], measure, slo)) is not None
+        if (ratio := by_repeat(cell, base[(cell.workload, cell.rate)], measure, slos)) is not None
     ]
 
 
-def by_repeat(new: Cell, base: Cell, measure: Measure, slo: stats.Slo | None) -> Interval | None:
+def by_repeat(new: Cell, base: Cell, measure: Measure, slos: Slos) -> Interval | None:
     """Ratio over the repeats in which both have the figure, and it is above 0."""
     pairs = []
+    slo = slos.of(new.workload)
     ours, theirs = new.repeats, base.repeats
     for repeat in sorted(ours.keys() & theirs.keys()):
         pair = (measure.of(ours[repeat], slo), measure.of(theirs[repeat], slo))
@@ -217,7 +244,7 @@ def by_repeat(new: Cell, base: Cell, measure: Measure, slo: stats.Slo | None) ->
     return stats.paired_ratio([a for a, _ in pairs], [b for _, b in pairs]) if pairs else None
 
 
-def saturation(found: list[Cell], slo: stats.Slo | None) -> list[Saturation]:
+def saturation(found: list[Cell], slos: Slos) -> list[Saturation]:
     """One row for every workload and side with at least two rates."""
     sweeps: dict[tuple[str, str], list[Cell]] = {}
     for cell in found:
@@ -227,14 +254,16 @@ def saturation(found: list[Cell], slo: stats.Slo | None) -> list[Saturation]:
         Saturation(
             workload,
             side,
-            _knee(sweep, lambda c: None if slo is None else stats.attainment(c.load, slo))
-            if slo
-            else None,
+            _slo_knee(sweep, slos.of(workload)),
             _knee(sweep, _followed, stats.FOLLOWED),
         )
         for (workload, side), sweep in sweeps.items()
         if len(sweep) > 1
     ]
+
+
+def _slo_knee(sweep: list[Cell], slo: stats.Slo | None) -> stats.Knee | None:
+    return None if slo is None else _knee(sweep, lambda cell: stats.attainment(cell.load, slo))
 
 
 def _followed(cell: Cell) -> float | None:

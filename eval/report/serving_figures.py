@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvshare_eval.report.drawing import PANELS, Drawing, Figure, ecdf, legend, log_axis, style
-from kvshare_eval.report.serving import Cell, read_slo
+from kvshare_eval.report.serving import Cell, read_slos
 from kvshare_eval.report.serving_page import families, rate_text
 from kvshare_eval.run_dir import Run
 from kvshare_eval.stats import serving as stats
@@ -52,7 +52,7 @@ def _ttft_panel(
 def _sweep_panels(
     run: Run, cells: list[Cell], sides: dict[str, int]
 ) -> list[Callable[[Any], None]]:
-    slo = read_slo(run)
+    slos = read_slos(run)
 
     def times(q: float) -> Callable[[Any], None]:
         def panel(ax: Any) -> None:
@@ -65,12 +65,16 @@ def _sweep_panels(
     def served(ax: Any) -> None:
         rates = sorted({cell.rate for cell in cells if cell.rate is not None})
         ax.plot(rates, rates, color="#999999", linewidth=0.8, label="offered")
-        if slo is None:
+        if all(slos.of(cell.workload) is None for cell in cells):
             _against_rate(ax, cells, sides, _throughput)
             ax.set_ylabel("throughput, requests/s (no SLO)")
         else:
-            _against_rate(ax, cells, sides, lambda cell: stats.goodput(cell.load, slo))
+            _against_rate(ax, cells, sides, goodput)
             ax.set_ylabel("goodput, requests/s")
+
+    def goodput(cell: Cell) -> float | None:
+        slo = slos.of(cell.workload)
+        return None if slo is None else stats.goodput(cell.load, slo)
 
     return [times(0.5), times(0.95), served]
 

@@ -7,9 +7,10 @@ from kvshare_eval.report.serving import (
     Cell,
     Ratio,
     Saturation,
+    Slos,
     by_repeat,
     ratios,
-    read_slo,
+    read_slos,
     reference_side,
     saturation,
 )
@@ -41,16 +42,18 @@ def rate_text(rate: float | None) -> str:
 
 def serving_section(run: Run, found: list[Cell]) -> str:
     """All tables of one run."""
-    slo = read_slo(run)
-    parts = [_slo_sentence(slo), ""]
+    slos = read_slos(run)
+    parts: list[str] = []
     for workload in dict.fromkeys(cell.workload for cell in found):
         mine = [cell for cell in found if cell.workload == workload]
-        parts += [f"### {workload}", "", _latency(mine), "", _work(mine, slo), ""]
-        parts += [*_ratio_part(ratios(mine, slo), reference_side(mine)), provenance(run), ""]
-    knees = saturation(found, slo)
+        slo = slos.of(workload)
+        parts += [f"### {workload}", "", _slo_sentence(slo), ""]
+        parts += [_latency(mine), "", _work(mine, slo), ""]
+        parts += [*_ratio_part(ratios(mine, slos), reference_side(mine)), provenance(run), ""]
+    knees = saturation(found, slos)
     if knees:
         parts += ["### Saturation", "", _knees(knees), "", provenance(run), ""]
-    by_share = _shares(found, slo)
+    by_share = _shares(found, slos)
     if by_share:
         parts += ["### TTFT by reusable share", "", by_share, "", provenance(run), ""]
     return "\n".join(parts)
@@ -58,7 +61,7 @@ def serving_section(run: Run, found: list[Cell]) -> str:
 
 def _slo_sentence(slo: stats.Slo | None) -> str:
     if slo is None:
-        return "The run sets no SLO: attainment and goodput are missing."
+        return "No SLO is set: attainment and goodput are missing."
     bounds = []
     if slo.ttft_ms is not None:
         bounds.append(f"TTFT at most {number(slo.ttft_ms)} ms")
@@ -172,7 +175,7 @@ def families(found: list[Cell]) -> dict[tuple[str, float | None], list[Cell]]:
     }
 
 
-def _shares(found: list[Cell], slo: stats.Slo | None) -> str:
+def _shares(found: list[Cell], slos: Slos) -> str:
     reference = reference_side(found)
     rows = []
     for (family, rate), cells in families(found).items():
@@ -180,7 +183,7 @@ def _shares(found: list[Cell], slo: stats.Slo | None) -> str:
         for cell in cells:
             ratio = None
             if cell.side != reference and cell.workload in base:
-                ratio = by_repeat(cell, base[cell.workload], MEASURES[0], slo)
+                ratio = by_repeat(cell, base[cell.workload], MEASURES[0], slos)
             rows.append(
                 [
                     family,

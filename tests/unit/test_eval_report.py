@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -357,13 +358,33 @@ def test_serving_without_slo_reference_or_repeats(written, tmp_path):
         tmp_path / "s", sides=("reuse",), slo=False, repeats=1, requests=8, rates=(None,)
     )
     page = written([run])
-    assert "The run sets no SLO" in page
+    assert "No SLO is set" in page
     assert "Neither `stock` nor `off` was measured" in page
     row = find(page, "### rag:share=0.8", "TTFT p95", side="`reuse`")
     assert (row["rate"], row["TTFT p95"]) == ("one at a time", "–")
     page = written([serving_run(tmp_path / "s2", repeats=1, requests=8, rates=(1.0,))])
     assert "[one repeat]" in page
     assert "Not to be told" in page
+
+
+def test_limits_found_by_measuring_are_those_of_their_workload(written, tmp_path):
+    """What the runner writes about servers and calibrations is no window and no request."""
+    path = serving_run(tmp_path / "s", workloads=("rag:share=0.8", "no_reuse"), slo=False)
+    limits = {"rag:share=0.8": 1.0, "no_reuse": 1e6}
+    with (path / "records.jsonl").open("a", encoding="utf-8") as file:
+        for record in (
+            {"type": "server", "key": "server/stock", "side": "stock", "version": "0"},
+            {"type": "calibration", "key": "calibration/no_reuse", "ttft_ms": 3.0},
+            *(
+                {"type": "slo", "key": f"slo/{w}", "workload": w, "ttft_ms": ms, "tbt_ms": None}
+                for w, ms in limits.items()
+            ),
+        ):
+            file.write(json.dumps(record) + "\n")
+    page = written([path])
+    for workload, attained in (("rag:share=0.8", "0.0 %"), ("no_reuse", "100.0 %")):
+        row = find(page, f"### {workload}", "attained", rate="1/s", side="`stock`")
+        assert row["attained"].startswith(attained)
 
 
 def test_serving_where_every_request_failed(written, tmp_path):
