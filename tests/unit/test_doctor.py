@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
@@ -101,12 +102,15 @@ def test_bad_settings_are_named(monkeypatch):
 
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch):
-    installed(monkeypatch, torch="2.14.1", gguf="0.17", tokenizers="0.21")
-    [found] = doctor._extras()
-    assert (found.what, found.state) == ("optional packages (model)", HINT)
-    assert found.says == "missing: safetensors"
-    installed(monkeypatch, torch="2", gguf="0", tokenizers="0", safetensors="0")
+    wanted = [re.match(r"[\w.-]+", line)[0] for line in doctor.requires(doctor.DISTRIBUTION)]
+    every = dict.fromkeys(wanted, "1")
+    installed(monkeypatch, **every)
     assert [item.state for item in doctor._extras()] == [GOOD]
+    for extra, name in (("model", "safetensors"), ("eval", "matplotlib"), ("hub", "datasets")):
+        installed(monkeypatch, **{each: v for each, v in every.items() if each != name})
+        [found] = doctor._extras()
+        assert (found.what, found.state) == (f"optional packages ({extra})", HINT)
+        assert found.says == f"missing: {name}"
 
 
 def test_entry_points(monkeypatch):
