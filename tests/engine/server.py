@@ -104,8 +104,8 @@ def command(model: Path, config: ServerConfig, port: int) -> list[str]:
         *("--model-path", str(model)),
         *([] if config.tokenizer else ["--skip-tokenizer-init"]),
         *("--host", "127.0.0.1", "--port", str(port)),
-        # The tests compute on the same cores, and send a first request themselves.
-        *("--sleep-on-idle", "--skip-server-warmup"),
+        # The tests compute on the same cores.
+        "--sleep-on-idle",
         *(["--kvshare"] if config.kvshare else []),
         *config.flags,
     ]
