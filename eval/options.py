@@ -1,4 +1,4 @@
-"""``name:option=value,...``: how command lines choose tasks and workloads and set their options.
+"""Registries of functions, and how command lines choose from them: ``name:option=value,...``.
 
 The options are the keyword-only parameters of the registered function; their types are those of the
 defaults: int, float, str or bool.
@@ -7,9 +7,11 @@ defaults: int, float, str or bool.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 from kvshare_eval.errors import EvalError
 
@@ -21,6 +23,54 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Entries by name, registered by the modules of one folder.
+
+    Args:
+        what: an entry, as errors call it.
+        package, path: ``__name__`` and ``__path__`` of the folder, whose modules are imported when
+            the entries are first asked for.
+        function: the function of an entry, whose keyword-only parameters are its options.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        package: str,
+        path: Iterable[str],
+        function: Callable[[T], Callable[..., Any]],
+    ) -> None:
+        self._what = what
+        self._package = package
+        self._path = path
+        self._function = function
+        self._entries: dict[str, T] = {}
+        self._loaded = False
+
+    def add(self, name: str, entry: T) -> None:
+        """Register an entry; a name that is taken is a mistake of the code."""
+        if name in self._entries:
+            raise ValueError(f"{self._what} {name!r} is registered already")
+        self._entries[name] = entry
+
+    def all(self) -> dict[str, T]:
+        """All entries, by name, in the order of their names."""
+        if not self._loaded:
+            self._loaded = True
+            for module in pkgutil.iter_modules(self._path):
+                importlib.import_module(f"{self._package}.{module.name}")
+        return dict(sorted(self._entries.items()))
+
+    def find(self, text: str) -> tuple[T, dict[str, Any]]:
+        """See :func:`choose`."""
+        return choose(self._what, text, self.all(), self._function)
+
+
+def first_line_of_doc(function: Callable[..., Any]) -> str:
+    """What a registered function says of itself."""
+    return (function.__doc__ or "").strip().partition("\n")[0]
 
 
 def choose(

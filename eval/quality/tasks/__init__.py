@@ -11,15 +11,12 @@ Its keyword parameters are the task's options, which a command line sets as
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.options import choose, defaults_of
+from kvshare_eval.options import Registry, defaults_of, first_line_of_doc
 from kvshare_eval.quality.cases import Group
 
 Groups = Iterator[Group]
@@ -58,7 +55,7 @@ class Task:
         return self.make(data, seed, **{**self.defaults(), **(options or {})})
 
 
-_TASKS: dict[str, Task] = {}
+_TASKS: Registry[Task] = Registry("task", __name__, __path__, lambda task: task.make)
 
 
 def register_task(
@@ -74,25 +71,16 @@ def register_task(
         raise ValueError(f"task {name!r}: metric={metric!r}: allowed are {', '.join(METRICS)}")
 
     def add(make: Callable[..., Groups]) -> Callable[..., Groups]:
-        if name in _TASKS:
-            raise ValueError(f"task {name!r} is registered already")
-        doc = (make.__doc__ or "").strip().splitlines()[0]
-        _TASKS[name] = Task(name, make, metric, max_new_tokens, first_line, stop, doc)
+        doc = first_line_of_doc(make)
+        _TASKS.add(name, Task(name, make, metric, max_new_tokens, first_line, stop, doc))
         return make
 
     return add
 
 
-@cache
-def _load_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-
-
 def tasks() -> dict[str, Task]:
     """All tasks by name."""
-    _load_all()
-    return dict(sorted(_TASKS.items()))
+    return _TASKS.all()
 
 
 def find_task(text: str) -> tuple[Task, dict[str, Any]]:
@@ -101,4 +89,4 @@ def find_task(text: str) -> tuple[Task, dict[str, Any]]:
     Raises:
         EvalError: unknown task or option, or a value of the wrong type; names what is allowed.
     """
-    return choose("task", text, tasks(), lambda task: task.make)
+    return _TASKS.find(text)

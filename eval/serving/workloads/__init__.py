@@ -12,16 +12,13 @@ called ``prompt_tokens`` and ``share`` can be swept.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from kvshare_eval.errors import EvalError
-from kvshare_eval.options import choose, defaults_of
+from kvshare_eval.options import Registry, defaults_of, first_line_of_doc
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,9 @@ class Workload:
         return defaults_of(self.make)
 
 
-_WORKLOADS: dict[str, Workload] = {}
+_WORKLOADS: Registry[Workload] = Registry(
+    "workload", __name__, __path__, lambda workload: workload.make
+)
 
 
 def register_workload(
@@ -96,25 +95,16 @@ def register_workload(
     """Add a workload. ``arrivals``: its requests have arrival times of their own."""
 
     def add(make: Callable[..., Load]) -> Callable[..., Load]:
-        if name in _WORKLOADS:
-            raise ValueError(f"workload {name!r} is registered already")
-        doc = (make.__doc__ or "").strip().splitlines()[0]
-        _WORKLOADS[name] = Workload(name, make, arrivals, doc)
+        doc = first_line_of_doc(make)
+        _WORKLOADS.add(name, Workload(name, make, arrivals, doc))
         return make
 
     return add
 
 
-@cache
-def _load_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-
-
 def workloads() -> dict[str, Workload]:
     """All workloads by name."""
-    _load_all()
-    return dict(sorted(_WORKLOADS.items()))
+    return _WORKLOADS.all()
 
 
 def find_workload(text: str) -> tuple[Workload, dict[str, Any]]:
@@ -123,7 +113,7 @@ def find_workload(text: str) -> tuple[Workload, dict[str, Any]]:
     Raises:
         EvalError: unknown workload or option, or a value of the wrong type; names what is allowed.
     """
-    return choose("workload", text, workloads(), lambda workload: workload.make)
+    return _WORKLOADS.find(text)
 
 
 def reusable(prompt_tokens: int, share: float) -> int:
