@@ -100,14 +100,15 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     if reason := refusal(req, options):
         return _Outcome(reason)
     config = cache.config
-    rows = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
+    tokens = len(req.full_untruncated_fill_ids)
+    rows = tokens - int(req.prefix_len)
     scored = scored_tokens(req)
     if rows - scored < config.min_run_tokens:
         return _Outcome("prefix_covers_prompt" if scored == 1 else "prompt_logprobs")
     if cache.index_failed:
         return _Outcome("index_failed")
     gate = cache.gate if options.recompute_ratio < 1 else None
-    if gate is not None and not gate.worth_a_look(rows):
+    if gate is not None and not gate.worth_a_look(rows, tokens):
         return _Outcome("gate_closed")
     with step("match"):
         begin = time.perf_counter()
@@ -121,7 +122,7 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.
     if options.recompute_ratio < 1 and placement.reused_tokens < config.min_saved_tokens:
         return _Outcome("below_minimum")
-    if gate is not None and not gate.pays(rows, placement.reused_tokens):
+    if gate is not None and not gate.pays(rows, placement.reused_tokens, tokens):
         return _Outcome("gate_closed")
     with step("lock"):
         donors = cache.hold(state, placement)

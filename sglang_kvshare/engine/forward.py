@@ -25,6 +25,7 @@ from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model
 from sglang_kvshare.plan import Placement
+from sglang_kvshare.scheduling.forward_cost import Load, total
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +113,11 @@ def _telling(batch: Any, kept: KeptRows | None) -> Callable[[float], None]:
     if gate is None:
         return lambda ms: None
     if kept is None:
-        rows = sum(batch.extend_lens)
-        return lambda ms: gate.observe_full(rows, ms)
-    rows = len(kept.rows)
-    return lambda ms: gate.observe_narrowed(rows, ms)
+        lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        load = total(Load.of(rows, prefix + rows) for prefix, rows in lengths)
+        return lambda ms: gate.observe_full(load, ms)
+    load = total(map(Load.of, kept.counts, kept.kv_lengths))
+    return lambda ms: gate.observe_narrowed(load, ms)
 
 
 @dataclass(frozen=True)

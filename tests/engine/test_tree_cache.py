@@ -316,10 +316,10 @@ class Closed:
     def __init__(self, looks, pays):
         self.looks, self.verdict, self.searched = looks, pays, 0
 
-    def worth_a_look(self, rows):
+    def worth_a_look(self, rows, context_tokens):
         return self.looks
 
-    def pays(self, rows, spared_rows):
+    def pays(self, rows, spared_rows, context_tokens):
         return self.verdict
 
     def observe_match(self, tokens, ms):
