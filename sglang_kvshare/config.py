@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,23 @@ ENV_RESOLVED = "KVSHARE_RESOLVED"
 ENV_VERDICT = "KVSHARE_VERDICT"
 
 REUSE_MODES = ("off", "exact_prefix", "approximate")
+ATTENTION_SOURCES = ("probe_pass", "check_layer")
 
 
 class ConfigError(ValueError):
     """A configuration value that cannot be used; the message names the field."""
 
 
+def _selectors() -> tuple[str, ...]:
+    # They need numpy, and the command starts without.
+    from sglang_kvshare.recompute.selectors import selector_names
+
+    return selector_names()
+
+
 def _option(default: Any, doc: str, **rules: Any) -> Any:
-    """A dataclass field with its documentation and its bounds (``low``, ``high``, ``choices``)."""
+    """A dataclass field with its documentation and its bounds: ``low`` and ``high``, ``choices``
+    (:func:`choices_of`), or ``numbers`` for a list of layers."""
     return field(default=default, metadata={"doc": doc, **rules})
 
 
@@ -53,14 +63,40 @@ class KVShareConfig:
     selector: str = _option(
         "seams",
         "Which reused tokens are recomputed all the same (see docs/how-it-works.md).",
-        choices=("seams",),
+        choices=_selectors,
     )
     recompute_ratio: float = _option(
         0.05,
-        "Share of every span's tokens that is recomputed. 0 recomputes none of them, not even "
-        "the seams; 1 recomputes all.",
+        "Share of the reused tokens that is recomputed, seams and tail included. 0 recomputes "
+        "none of them, not even the seams; 1 recomputes all.",
         low=0.0,
         high=1.0,
+    )
+    recompute_error: float = _option(
+        1.0,
+        "Below 1 it takes the place of recompute_ratio: as few tokens are recomputed as leave at "
+        "most this share of the selector's score. Easy prompts then cost less, hard ones more.",
+        low=0.0,
+        high=1.0,
+    )
+    attention: str = _option(
+        "probe_pass",
+        "Where a selector that weighs by attention gets it from: the prompt's last rows over all "
+        "layers, in a pass of their own, or all rows that are not reused, at the check layer.",
+        choices=ATTENTION_SOURCES,
+    )
+    check_layers: str = _option(
+        "1",
+        "Layers at which deviation is measured, as ascending numbers separated by commas. All rows "
+        "run up to the first; from there on the kept rows become fewer at each.",
+        numbers=True,
+    )
+    max_deviation: float = _option(
+        1e9,
+        "A span whose measured deviation (of its values at the first check layer, as a share of "
+        "their size) is above this is computed in full.",
+        low=0.0,
+        high=1e9,
     )
     seam_tokens: int = _option(
         8,
@@ -133,6 +169,28 @@ def option_fields() -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(KVShareConfig)
 
 
+def choices_of(spec: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The values that a field allows; empty when it is not a choice."""
+    choices = spec.metadata.get("choices", ())
+    return tuple(choices() if callable(choices) else choices)
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """``"1,4"`` -> ``(1, 4)``.
+
+    Raises:
+        ValueError: not ascending whole numbers from 1 on; the message says what is allowed.
+    """
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        layers = ()
+    # At layer 0 a value depends on its token alone: a deviation there is rounding noise.
+    if not layers or layers[0] < 1 or any(a >= b for a, b in pairwise(layers)):
+        raise ValueError("allowed are ascending layer numbers from 1 on, such as 1 or 1,4")
+    return layers
+
+
 def cli_flag(name: str) -> str:
     """``recompute_ratio`` -> ``--kvshare-recompute-ratio``."""
     return "--kvshare-" + name.replace("_", "-")
@@ -201,7 +259,17 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of settings, not a {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
+    return {str(key): _as_text(str(key), value) for key, value in content.items()}
+
+
+def _as_text(key: str, value: Any) -> Any:
+    """A list of layers may be a number or a list in YAML: ``1``, ``[1, 4]``."""
+    numbers = {spec.name for spec in option_fields() if spec.metadata.get("numbers")}
+    if key not in numbers or isinstance(value, bool):
+        return value
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, int) else value
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
@@ -247,7 +315,12 @@ def _check(spec: dataclasses.Field[Any], value: Any) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or isinstance(value, bool) is not (kind is bool):
         raise ConfigError(f"{spec.name}={value!r} is not {_named(kind)}")
-    choices = spec.metadata.get("choices")
+    if spec.metadata.get("numbers"):
+        try:
+            layer_numbers(value)
+        except ValueError as error:
+            raise ConfigError(f"{spec.name}={value!r}: {error}") from error
+    choices = choices_of(spec)
     if choices and value not in choices:
         raise ConfigError(f"{spec.name}={value!r}: allowed are {', '.join(choices)}")
     low, high = spec.metadata.get("low"), spec.metadata.get("high")

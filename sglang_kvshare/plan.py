@@ -10,7 +10,7 @@ cache, so that it stays valid as a value when its donors do not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,19 @@ class ReusePlan:
     def new_tokens(self) -> int:
         return self.prompt_tokens - self.prefix_tokens - self.matched_tokens
 
+    def after(self, position: int) -> ReusePlan:
+        """What is left of the plan when the prompt is computed up to ``position``."""
+        spans = []
+        for span in self.spans:
+            done = max(0, position - span.start)
+            if done < span.length:
+                slots = span.slots[done:]
+                spans.append(
+                    replace(span, start=span.start + done, source=span.source + done, slots=slots)
+                )
+        start = max(position, self.prefix_tokens)
+        return replace(self, prefix_tokens=start, spans=tuple(spans))
+
     def positions(self) -> Int64Array:
         """int64 ``[matched_tokens]``: the matched prompt positions, ascending."""
         return _concat([np.arange(span.start, span.end, dtype=np.int64) for span in self.spans])
@@ -145,12 +158,27 @@ class Placement:
         """
         return int(self.positions[0]) if self.reused_tokens else None
 
+    def indices(self, start: int, end: int) -> slice:
+        """Of the tokens in ``[start, end)``."""
+        low, high = np.searchsorted(self.positions, (start, end))
+        return slice(int(low), int(high))
+
     def within(self, start: int, end: int) -> Placement:
         """The part in ``[start, end)``, for one chunk of a chunked prefill."""
-        low, high = np.searchsorted(self.positions, (start, end))
-        part = slice(int(low), int(high))
+        part = self.indices(start, end)
         return Placement(
             self.positions[part], self.sources[part], self.slots[part], self.recomputed_tokens
+        )
+
+    def without(self, recompute: BoolArray) -> Placement:
+        """The tokens that ``recompute`` (bool ``[n]``) does not mark; those it marks are counted
+        as recomputed."""
+        spared = ~recompute
+        return Placement(
+            self.positions[spared],
+            self.sources[spared],
+            self.slots[spared],
+            self.recomputed_tokens + int(recompute.sum()),
         )
 
 
@@ -160,10 +188,9 @@ def place(plan: ReusePlan, recompute: BoolArray) -> Placement:
         raise ValueError(
             f"recompute has shape {recompute.shape}, expected ({plan.matched_tokens},)"
         )
-    spared = ~recompute
-    return Placement(
-        positions=plan.positions()[spared],
-        sources=plan.sources()[spared],
-        slots=plan.slots()[spared],
-        recomputed_tokens=int(recompute.sum()),
-    )
+    return everything(plan).without(recompute)
+
+
+def everything(plan: ReusePlan) -> Placement:
+    """All matched tokens, of which none is chosen to be recomputed yet."""
+    return Placement(plan.positions(), plan.sources(), plan.slots(), 0)

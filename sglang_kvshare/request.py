@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_kvshare.config import REUSE_MODES, KVShareConfig
-from sglang_kvshare.recompute.selectors import selector_names
+from sglang_kvshare.config import (
+    ATTENTION_SOURCES,
+    REUSE_MODES,
+    KVShareConfig,
+    layer_numbers,
+)
+from sglang_kvshare.recompute.selectors import selector_named, selector_names
 
 #: The key under ``custom_params`` that holds the settings of a request.
 PARAMS_KEY = "kvshare"
@@ -32,13 +37,33 @@ class RequestOptions:
     selector: str
     publish: bool = True
     approximate_logprobs: bool = False
+    recompute_error: float = 1.0
+    attention: str = "probe_pass"
+    check_layers: str = "1"
+    max_deviation: float = 1e9
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
 
     @property
     def quality(self) -> str:
         """Settings that decide how close reused values come to computed ones."""
-        return f"{self.selector}:{self.recompute_ratio!r}"
+        values = (
+            self.selector,
+            self.recompute_ratio,
+            self.recompute_error,
+            self.attention,
+            self.check_layers,
+            self.max_deviation,
+        )
+        return ":".join(map(str, values))
+
+    @property
+    def spares(self) -> bool:
+        """Whether any reused token may be left as it is."""
+        fixed = selector_named(self.selector).fixed_ratio
+        if fixed is not None:
+            return fixed < 1
+        return self.recompute_ratio < 1 or self.recompute_error < 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ REASONS = (
     ),
     Reason("donor_evicted", "donors made room before their values were copied", _IN_PART),
     Reason("donor_invalid", "a donor held values that are not finite; it serves no more", _IN_PART),
+    Reason("deviation", "all donors' values were off by more than `max_deviation`"),
     Reason("bad_request_options", "settings that reached the scheduler unchecked"),
     Reason("force_miss", "SGLang's test switch `SGLANG_RADIX_FORCE_MISS` is set"),
     Reason("not_prefilled", "the request ended before its prefill"),
@@ -79,6 +105,9 @@ REASONS = (
         "planning_failed", "a fault while matching, selecting or locking, logged with its trace"
     ),
     Reason("placement_failed", "a fault while copying the donors' values", _IN_PART),
+    Reason(
+        "selection_failed", "a fault in the probe pass; the batch is computed in full", _IN_PART
+    ),
     Reason("narrowing_failed", "a fault in the narrowed forward: the batch ran in full", _IN_PART),
 )
 
@@ -91,7 +120,8 @@ class ReuseReport:
     cache; ``recomputed_tokens``: found in the cache but computed again; ``new_tokens``: computed
     because no cached run covers them; ``refreshed_tokens``: recomputed while decoding;
     ``donors``: cached sequences that served; ``decision``: ``reuse`` or ``none``; ``reason``: why,
-    one of :data:`REASONS`.
+    one of :data:`REASONS`; ``selector``: what chose the recomputed tokens, ``NAME+seams`` where a
+    prompt ran in several chunks of which only the last could use ``NAME``; empty without reuse.
     """
 
     prefix_tokens: int = 0
@@ -102,6 +132,7 @@ class ReuseReport:
     donors: int = 0
     decision: str = "none"
     reason: str = "not_prefilled"
+    selector: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -141,10 +172,14 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
             )
     return RequestOptions(
         reuse=_choice(raw, "reuse", config.reuse, REUSE_MODES),
-        recompute_ratio=_ratio(raw, config.recompute_ratio),
+        recompute_ratio=_share(raw, "recompute_ratio", config.recompute_ratio),
         selector=_choice(raw, "selector", config.selector, selector_names()),
         publish=_switch(raw, "publish", True),
         approximate_logprobs=_switch(raw, "approximate_logprobs", False),
+        recompute_error=_share(raw, "recompute_error", config.recompute_error),
+        attention=_choice(raw, "attention", config.attention, ATTENTION_SOURCES),
+        check_layers=_layers(raw, config.check_layers),
+        max_deviation=_share(raw, "max_deviation", config.max_deviation, most=1e9),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
         tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
     )
@@ -168,14 +203,23 @@ def _switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _ratio(raw: Mapping[str, Any], default: float) -> float:
-    value = raw.get("recompute_ratio", default)
+def _share(raw: Mapping[str, Any], key: str, default: float, most: float = 1.0) -> float:
+    value = raw.get(key, default)
     # `0 <= nan` is false, so a NaN is refused here as well.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise RequestError(
-            f"custom_params.{PARAMS_KEY}.recompute_ratio={value!r}: allowed are numbers from 0 to 1"
+            f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are numbers from 0 to {most:g}"
         )
     return float(value)
+
+
+def _layers(raw: Mapping[str, Any], default: str) -> str:
+    value = raw.get("check_layers", default)
+    try:
+        # A single layer may be given as a number.
+        return ",".join(map(str, layer_numbers(str(value))))
+    except ValueError as error:
+        raise RequestError(f"custom_params.{PARAMS_KEY}.check_layers={value!r}: {error}") from error
 
 
 def _milliseconds(raw: Mapping[str, Any], key: str) -> float | None:

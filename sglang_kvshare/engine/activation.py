@@ -24,6 +24,7 @@ from sglang_kvshare.config import (
     ENV_SWITCH,
     ConfigError,
     KVShareConfig,
+    choices_of,
     cli_flag,
     from_json,
     option_fields,
@@ -94,7 +95,7 @@ def _add_cli_args(original: Any, parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = (
             {"action": "store_true"}
             if isinstance(spec.default, bool)
-            else {"type": type(spec.default), "choices": spec.metadata.get("choices")}
+            else {"type": type(spec.default), "choices": choices_of(spec) or None}
         )
         group.add_argument(
             cli_flag(spec.name),

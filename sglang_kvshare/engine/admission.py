@@ -1,6 +1,7 @@
 """A plan for every request that the scheduler admits.
 
-Seams: ``Scheduler.get_prefill_adder_class`` (an intended override point), ``PrefillAdder``.
+Seams: ``Scheduler.get_prefill_adder_class`` (an intended override point), ``PrefillAdder`` and its
+``_select_prefill_admission``, which decides where a prompt is cut.
 The plan is made after SGLang has decided to admit, so that KVShare never admits less than stock;
 nothing can leave the tree in between, since both happen in one pass of the scheduler thread.
 """
@@ -8,21 +9,38 @@ nothing can leave the tree in between, since both happen in one pass of the sche
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from sglang_kvshare.config import layer_numbers
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor
 from sglang_kvshare.engine.eligibility import refusal, scored_tokens
 from sglang_kvshare.engine.metrics import Metrics
-from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.engine.state import Pending, RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
-from sglang_kvshare.plan import Placement, ReusePlan, place
-from sglang_kvshare.recompute.selectors import SelectionSettings, select
-from sglang_kvshare.request import ReuseReport
+from sglang_kvshare.plan import Placement, ReusePlan, everything, place
+from sglang_kvshare.recompute.choice import Choice, fitted
+from sglang_kvshare.recompute.selectors import (
+    SelectionSettings,
+    Signals,
+    choose,
+    forced_tokens,
+    selector_named,
+)
+from sglang_kvshare.request import RequestOptions, ReuseReport
 
 logger = logging.getLogger(__name__)
+
+#: A prompt of more than so many chunks is cut all the same: some layers run for all its rows.
+MOST_CHUNKS = 8
+#: Share of the matched tokens that an error target is assumed to recompute, before it is known.
+_ASSUMED_RATIO = 0.2
 
 
 def adder_class(original: Any, self: Any) -> type:
@@ -34,6 +52,19 @@ def adder_class(original: Any, self: Any) -> type:
 def _planning(stock: Any) -> type:
     class PlanningPrefillAdder(stock):  # type: ignore[misc]
         """Stock admission, followed by a plan for the admitted request."""
+
+        def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
+            admission = super()._select_prefill_admission(req, **kwargs)
+            cut = getattr(admission, "is_chunked", False)
+            if cut and isinstance(self.tree_cache, KVShareRadixCache):
+                room = self.rem_chunk_tokens
+                if stays_whole(self.tree_cache, req, admission.prefix_len, room):
+                    whole = len(req.full_untruncated_fill_ids) - admission.prefix_len
+                    new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+                    return replace(
+                        admission, extend_len=whole, max_new_tokens=new, is_chunked=False
+                    )
+            return admission
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             result = super().add_one_req(req, *args, **kwargs)
@@ -47,6 +78,29 @@ def _planning(stock: Any) -> type:
             return result
 
     return PlanningPrefillAdder
+
+
+def stays_whole(cache: KVShareRadixCache, req: Any, prefix_tokens: int, room: int) -> bool:
+    """Whether a prompt that SGLang would cut into chunks runs in one.
+
+    A selector that looks with the prompt's last rows must not be cut away from them. What a chunk
+    is bounded for is the rows that run, and these fit into ``room`` tokens. Matching has no side
+    effects; the plan is made again when the request is admitted.
+    """
+    state = state_of(req)
+    try:
+        if state is None or refusal(req, state.options) or cache.index_failed:
+            return False
+        choice = choice_of(cache, state.options)
+        rows = len(req.full_untruncated_fill_ids) - prefix_tokens
+        if state.options.reuse != "approximate" or not choice.waits or rows > MOST_CHUNKS * room:
+            return False
+        plan = cache.plan(req)
+        return bool(plan.spans) and rows - expected_savings(cache, choice, plan).tokens <= room
+    except Exception:
+        logger.exception("KVShare could not plan ahead for request %s; it is cut", req.rid)
+        cache.fault("match")
+        return False
 
 
 def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
@@ -91,6 +145,7 @@ class _Outcome:
     placement: Placement | None = None
     donors: int = 0
     matched_tokens: int = 0
+    selector: str = ""
 
 
 def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
@@ -107,7 +162,7 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
         return _Outcome("prefix_covers_prompt" if scored == 1 else "prompt_logprobs")
     if cache.index_failed:
         return _Outcome("index_failed")
-    gate = cache.gate if options.recompute_ratio < 1 else None
+    gate = cache.gate if options.spares else None
     if gate is not None and not gate.worth_a_look(rows, tokens):
         return _Outcome("gate_closed")
     with step("match"):
@@ -118,22 +173,76 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     if not plan.spans:
         return _Outcome("no_match")
     with step("select"):
-        placement = _select(cache, state, plan)
+        placement, spared = _select(cache, state, plan)
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.
-    if options.recompute_ratio < 1 and placement.reused_tokens < config.min_saved_tokens:
+    if options.spares and spared.tokens < config.min_saved_tokens:
         return _Outcome("below_minimum")
-    if gate is not None and not gate.pays(rows, placement.reused_tokens, tokens):
+    if gate is not None and not gate.pays(rows, spared.rows, tokens):
         return _Outcome("gate_closed")
     with step("lock"):
         donors = cache.hold(state, placement)
     state.planned_depth = max(state.depth, plan.depth + 1)
-    return _Outcome("ok", placement, donors, plan.matched_tokens)
+    selector = choice_of(cache, options).selector.name
+    return _Outcome("ok", placement, donors, plan.matched_tokens, selector)
 
 
-def _select(cache: KVShareRadixCache, state: RequestState, plan: ReusePlan) -> Placement:
-    options, config = state.options, cache.config
-    settings = SelectionSettings(options.recompute_ratio, config.seam_tokens, config.tail_tokens)
-    return place(plan, select(options.selector, plan, settings))
+@dataclass(frozen=True)
+class _Spared:
+    """``tokens`` that are reused as they are; ``rows`` that the forward is shorter by, as a mean
+    over layers and with the probe pass subtracted."""
+
+    tokens: int
+    rows: int
+
+
+def _select(
+    cache: KVShareRadixCache, state: RequestState, plan: ReusePlan
+) -> tuple[Placement, _Spared]:
+    """Choose the tokens that are recomputed, or leave that to the forward (``state.pending``)."""
+    choice = choice_of(cache, state.options)
+    settings = choice.settings
+    if not choice.waits:
+        # A selector that measures does not wait at the ends of the ratio, where no score counts.
+        measures = choice.selector.measures
+        scores = (
+            np.zeros(plan.matched_tokens) if measures else choice.selector.score(plan, Signals())
+        )
+        placement = place(plan, choose(choice.selector, plan, scores, settings))
+        return placement, _Spared(placement.reused_tokens, placement.reused_tokens)
+    seams = selector_named("seams")
+    marks = choose(seams, plan, seams.score(plan, Signals()), settings)
+    state.pending = Pending(choice, plan, marks)
+    return everything(plan), expected_savings(cache, choice, plan)
+
+
+def choice_of(cache: KVShareRadixCache, options: RequestOptions) -> Choice:
+    config = cache.config
+    return fitted(
+        options.selector,
+        SelectionSettings(
+            options.recompute_ratio,
+            config.seam_tokens,
+            config.tail_tokens,
+            options.recompute_error,
+        ),
+        attention=options.attention,
+        check_layers=layer_numbers(options.check_layers),
+        max_deviation=options.max_deviation,
+        layers=cache.layers,
+    )
+
+
+def expected_savings(cache: KVShareRadixCache, choice: Choice, plan: ReusePlan) -> _Spared:
+    """Of a choice that is still to be made."""
+    settings = choice.settings
+    # What an error target comes to is not known; most prompts reach theirs with less than this.
+    ratio = settings.recompute_ratio if settings.recompute_error >= 1 else _ASSUMED_RATIO
+    forced = int(forced_tokens(plan, settings).sum())
+    spared = plan.matched_tokens - max(forced, math.ceil(ratio * plan.matched_tokens))
+    rows = spared * (1 - choice.dense_layers / cache.layers)
+    if choice.probes:
+        rows -= plan.scored_from + 1 - plan.spans[-1].end
+    return _Spared(spared, max(0, int(rows)))
 
 
 def _report(req: Any, state: RequestState, outcome: _Outcome) -> ReuseReport:
@@ -149,6 +258,7 @@ def _report(req: Any, state: RequestState, outcome: _Outcome) -> ReuseReport:
         decision="reuse" if reuses else "none",
         # With a branch the request did reuse, whatever became of the rest of its prompt.
         reason="ok" if reuses else outcome.reason,
+        selector="" if placement is None else outcome.selector,
     )
 
 
@@ -171,14 +281,22 @@ def settle(state: RequestState, metrics: Metrics) -> None:
     if state.reported:
         return
     state.reported = True
-    reused = state.branch_tokens + state.placed_tokens
-    lost = state.report.reused_tokens - reused
-    if lost > 0:
-        state.report = replace(
-            state.report,
-            reused_tokens=reused,
-            new_tokens=state.report.new_tokens + lost,
-            decision="reuse" if reused else "none",
-            reason=state.lost_because,
-        )
+    report, placed = state.report, state.placed_tokens
+    matched = report.reused_tokens + report.recomputed_tokens - state.branch_tokens
+    pending = state.pending is not None
+    recomputed = state.recomputed_tokens if pending else report.recomputed_tokens
+    reused, lost = state.branch_tokens + placed, matched - recomputed - placed
+    state.report = replace(
+        report,
+        reused_tokens=reused,
+        recomputed_tokens=recomputed,
+        new_tokens=report.new_tokens + lost,
+    )
+    if pending and state.fell_back:
+        state.report = replace(state.report, selector=f"{report.selector}+seams")
+    if lost > 0 or (pending and not reused):
+        # What was neither lost nor left as it was is computed because its donor was too far off.
+        reason = state.lost_because if lost > 0 else "deviation"
+        decision = "reuse" if reused else "none"
+        state.report = replace(state.report, decision=decision, reason=reason)
     metrics.prefill(state.report, state.branch_tokens)

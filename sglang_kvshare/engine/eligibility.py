@@ -16,7 +16,7 @@ from sglang_kvshare.request import RequestOptions
 def accepts_approximation(req: Any, state: RequestState) -> bool:
     """Whether a request may get a value that is not exact."""
     options = state.options
-    wanted = options.reuse == "approximate" and options.recompute_ratio < 1
+    wanted = options.reuse == "approximate" and options.spares
     return wanted and refusal(req, options) is None
 
 

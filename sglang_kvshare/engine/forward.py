@@ -19,8 +19,11 @@ import torch
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
 from sglang_kvshare.engine.geometry import check_pool, layer_geometries
-from sglang_kvshare.engine.narrowing import KeptRows, narrowed
+from sglang_kvshare.engine.kept_rows import Extend
+from sglang_kvshare.engine.narrowing import narrowed
 from sglang_kvshare.engine.placement import DonorCopy, Placer
+from sglang_kvshare.engine.probe_pass import probes_of, run_probes
+from sglang_kvshare.engine.row_program import Chunk, RowProgram
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model
@@ -32,14 +35,16 @@ logger = logging.getLogger(__name__)
 #: Parameters of glibc's mallopt(3).
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-#: A slot of the pool's padding page: what is written there is never read.
-PADDING_SLOT = 0
 
 
 @dataclass(frozen=True)
 class WorkerParts:
+    """What every forward needs; ``first_layer`` is the first that runs for fewer rows where the
+    choice of rows was made before the forward."""
+
     placer: Placer
     first_layer: int
+    layers: int
     stopwatch: Stopwatch
 
 
@@ -60,8 +65,10 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
         logger.warning("KVShare has been tried on CPUs only; this device is %s", runner.device)
     # At least one layer is narrowed, or nothing would be spared.
     first_layer = min(config.narrow_layer, len(layers) - 1)
-    placer = Placer(runner.token_to_kv_pool, layers[first_layer:])
-    worker.kvshare_parts = WorkerParts(placer, first_layer, Stopwatch(str(runner.device)))
+    placer = Placer(runner.token_to_kv_pool, layers)
+    worker.kvshare_parts = WorkerParts(
+        placer, first_layer, len(layers), Stopwatch(str(runner.device))
+    )
 
 
 def keep_freed_memory() -> None:
@@ -84,58 +91,76 @@ def forward_batch_generation(
     parts: WorkerParts | None = getattr(self, "kvshare_parts", None)
     if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
-    chunks, kept = _place_or_miss(parts, batch)
-    tell = _telling(batch, kept)
-    if kept is not None:
+    chunks = _place_or_miss(parts, batch)
+    if any(chunk.placement.reused_tokens for chunk in chunks):
+        program = RowProgram(Extend.of(batch), chunks, parts.first_layer, parts.layers)
         try:
-            with (
-                parts.stopwatch.measure(tell),
-                narrowed(self.model_runner, kept, parts.first_layer),
-            ):
-                result = original(self, batch, *args, **kwargs)
-        except Exception:
+            with parts.stopwatch.measure(_telling(batch, program)):
+                _probe(self.model_runner, batch, chunks, program)
+                with narrowed(self.model_runner, program):
+                    result = original(self, batch, *args, **kwargs)
+        except Exception as error:
             # Whatever raised, the batch itself is as it was: it runs again as SGLang would have
             # run it, every row, over whatever was placed.
+            probing = isinstance(error, ProbeFailed)
             logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
-            _miss(batch, "narrow", lost_because="narrowing_failed")
-            chunks, tell = [], _telling(batch, None)
+            _miss(
+                batch,
+                "select" if probing else "narrow",
+                lost_because="selection_failed" if probing else "narrowing_failed",
+            )
+            chunks = []
         else:
             _finish(batch, chunks)
             return result
     _finish(batch, chunks)
-    with parts.stopwatch.measure(tell):
+    with parts.stopwatch.measure(_telling(batch, None)):
         return original(self, batch, *args, **kwargs)
 
 
-def _telling(batch: Any, kept: KeptRows | None) -> Callable[[float], None]:
+def _telling(batch: Any, program: RowProgram | None) -> Callable[[float], None]:
     """What is to be told the time of this forward."""
     gate = getattr(batch.tree_cache, "gate", None)
     if gate is None:
         return lambda ms: None
-    if kept is None:
+    if program is None:
         lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
         load = total(Load.of(rows, prefix + rows) for prefix, rows in lengths)
         return lambda ms: gate.observe_full(load, ms)
-    load = total(map(Load.of, kept.counts, kept.kv_lengths))
-    return lambda ms: gate.observe_narrowed(load, ms)
+    # The rows that run are known when they have run.
+    return lambda ms: gate.observe_narrowed(program.load(), ms)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """The part of one request's placement that falls into this batch."""
+class ProbeFailed(RuntimeError):
+    """The probe pass raised."""
 
-    state: RequestState
-    placement: Placement
-    row: int  # first row of the request in the batch
-    start: int  # position of that row
+
+def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram) -> None:
+    """Run the probe pass of those chunks that want one, and choose where no layer is waited for."""
+    wanting = [chunk for chunk in chunks if chunk.choice is not None and chunk.choice.probes]
+    if not wanting:
+        return
+    try:
+        probes = [probes_of(chunk) for chunk in wanting]
+        masses = run_probes(runner, batch, probes)
+        program.probed(sum(len(part.rows) for part in probes))
+        for chunk, part, mass in zip(wanting, probes, masses, strict=True):
+            # Tokens behind the first probe row have no key but their own, and receive nothing.
+            chunk.attention = np.zeros(chunk.placement.reused_tokens)
+            before = chunk.placement.positions < part.rows[0]
+            at = np.searchsorted(part.seen, chunk.placement.positions[before])
+            chunk.attention[before] = mass[at]
+            program.decide(chunk)
+    except Exception as error:
+        raise ProbeFailed from error
 
 
 class DonorInvalid(RuntimeError):
     """A donor's values are not finite."""
 
 
-def _place_or_miss(parts: WorkerParts, batch: Any) -> tuple[list[_Chunk], KeptRows | None]:
-    """Copy all donors of a batch and say which rows run; ``None`` when no request reuses.
+def _place_or_miss(parts: WorkerParts, batch: Any) -> list[Chunk]:
+    """Copy all donors of a batch; returns what was placed, nothing when no request reuses.
 
     A fault here is a miss: every row runs, and overwrites whatever was placed.
     """
@@ -143,14 +168,14 @@ def _place_or_miss(parts: WorkerParts, batch: Any) -> tuple[list[_Chunk], KeptRo
         chunks = _chunks(batch)
         if chunks:
             _copy(parts, batch, chunks)
-            return chunks, _kept_rows(batch, chunks)
+        return chunks
     except DonorInvalid as error:
         logger.warning("KVShare: %s; the batch is computed in full", error)
         _miss(batch, "copy", lost_because="donor_invalid")
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
         _miss(batch, "copy", lost_because="placement_failed")
-    return [], None
+    return []
 
 
 def _miss(batch: Any, step: str, *, lost_because: str) -> None:
@@ -162,13 +187,14 @@ def _miss(batch: Any, step: str, *, lost_because: str) -> None:
         batch.tree_cache.release(state)
 
 
-def _finish(batch: Any, chunks: list[_Chunk]) -> None:
+def _finish(batch: Any, chunks: list[Chunk]) -> None:
     """Note what was placed, let go of donors that have nothing left to give, and fix the reports
     of the requests whose prefill ends with this batch."""
     for chunk in chunks:
-        state = chunk.state
+        state = state_of(batch.reqs[chunk.request])
+        assert state is not None
         placed_all = _is_placed(state.placement, chunk.placement)
-        state.note_placed(chunk.placement)
+        state.note_placed(chunk.spared, chunk.deviation)
         if placed_all:
             batch.tree_cache.release(state)
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
@@ -177,23 +203,39 @@ def _finish(batch: Any, chunks: list[_Chunk]) -> None:
             settle(state, batch.tree_cache.metrics)
 
 
-def _chunks(batch: Any) -> list[_Chunk]:
+def _chunks(batch: Any) -> list[Chunk]:
     """What the requests of this batch still have to place, cut to the rows that run now."""
-    chunks: list[_Chunk] = []
+    chunks: list[Chunk] = []
     row = 0
-    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+    lengths = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+    for number, (req, start, count) in enumerate(lengths):
         state = state_of(req)
         if state is not None and state.placement is not None:
-            part = state.placement.within(start, start + count)
-            chunks.append(_Chunk(state, part, row, start))
+            chunks.append(_chunk(state, number, row, start, count, req))
         row += count
     return chunks
 
 
-def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
+def _chunk(state: RequestState, number: int, row: int, start: int, count: int, req: Any) -> Chunk:
+    assert state.placement is not None
+    part = state.placement.within(start, start + count)
+    chunk = Chunk(number, row, start, part, np.zeros(part.reused_tokens, dtype=np.bool_))
+    pending = state.pending
+    if pending is None or not part.reused_tokens:
+        return chunk
+    if start + count >= len(req.full_untruncated_fill_ids):
+        chunk.choice, chunk.plan = pending.choice, pending.plan.after(start)
+    else:
+        # The rows that the choice would look at are not in this chunk.
+        state.fell_back = True
+        chunk.recompute = pending.without_measuring[state.placement.indices(start, start + count)]
+    return chunk
+
+
+def _copy(parts: WorkerParts, batch: Any, chunks: list[Chunk]) -> None:
     begin = time.perf_counter()
     device = batch.out_cache_loc.device
-    rows = [chunk.placement.positions + (chunk.row - chunk.start) for chunk in chunks]
+    rows = [chunk.rows for chunk in chunks]
 
     def joined(arrays: list[Any]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
@@ -219,36 +261,6 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[_Chunk]) -> None:
     if gate is not None:
         gate.observe_copy(int(targets.shape[0]), elapsed_ms)
     batch.tree_cache.metrics.placed(int(targets.shape[0]), elapsed_ms)
-
-
-def _kept_rows(batch: Any, chunks: list[_Chunk]) -> KeptRows:
-    keep = np.ones(sum(batch.extend_lens), dtype=np.bool_)
-    for chunk in chunks:
-        keep[chunk.placement.positions + (chunk.row - chunk.start)] = False
-    extends = np.asarray(batch.extend_lens, dtype=np.int64)
-    ends = np.cumsum(extends)
-    # A chunk that is spared as a whole still needs one row to carry it through the layers. Its
-    # logits are dropped, and its KV goes to the padding page: the placed values stay.
-    kept_counts = np.add.reduceat(keep, ends - extends)
-    carriers = ends[kept_counts == 0] - 1
-    keep[carriers] = True
-    rows = np.flatnonzero(keep)
-    starts = np.asarray(batch.prefix_lens, dtype=np.int64)
-    offsets = np.repeat(starts - (ends - extends), extends)
-    device = batch.out_cache_loc.device
-    row_index = torch.from_numpy(rows).to(device, non_blocking=True)
-    cache_loc = batch.out_cache_loc.index_select(0, row_index)
-    if carriers.shape[0]:
-        at = torch.from_numpy(np.searchsorted(rows, carriers)).to(device)
-        cache_loc = cache_loc.index_fill(0, at, PADDING_SLOT)
-    return KeptRows(
-        rows=row_index,
-        positions=torch.from_numpy(rows + offsets[rows]).to(device, non_blocking=True),
-        cache_loc=cache_loc,
-        counts=np.maximum(kept_counts, 1).tolist(),
-        extend_counts=extends.tolist(),
-        kv_lengths=(starts + extends).tolist(),
-    )
 
 
 def _is_placed(placement: Placement | None, part: Placement) -> bool:

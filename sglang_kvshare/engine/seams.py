@@ -151,6 +151,23 @@ SEAMS = (
         "self, req, has_chunked_req, truncation_align_size",
         "plan at admission",
     ),
+    Seam(
+        _SRT + "managers.schedule_policy.PrefillAdder._select_prefill_admission",
+        "self, req, total_tokens, host_hit_length, swa_host_hit_length, truncation_align_size, "
+        "has_chunked_req",
+        "prompts that stay in one chunk",
+    ),
+    Seam(
+        _SRT + "managers.schedule_policy._PrefillAdmission",
+        None,
+        "prompts that stay in one chunk",
+        fields="prefix_len extend_len max_new_tokens is_chunked",
+    ),
+    Seam(
+        _SRT + "managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
+        None,
+        "prompts that stay in one chunk",
+    ),
     # Metrics
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_next_batch_to_run",
@@ -171,8 +188,25 @@ SEAMS = (
         _SRT + "managers.schedule_batch.ScheduleBatch",
         None,
         "rows of a batch",
-        fields="reqs tree_cache forward_mode prefix_lens extend_lens out_cache_loc",
+        fields="reqs tree_cache forward_mode prefix_lens extend_lens out_cache_loc input_ids "
+        "prefill_input_ids_cpu req_pool_indices req_pool_indices_cpu extend_num_tokens seq_lens "
+        "seq_lens_cpu seq_lens_sum orig_seq_lens return_logprob top_logprobs_nums "
+        "token_ids_logprobs extend_logprob_start_lens extend_input_logprob_token_ids "
+        "is_prefill_only spec_info sampling_info has_grammar multimodal_inputs decoding_reqs",
     ),
+    Seam(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        "batch, model_runner, capture_hidden_mode, return_hidden_states_before_norm, "
+        "extend_position_info, spec_mrope_positions, kv_loc_plan, write_cols",
+        "probe pass",
+    ),
+    Seam(
+        _SRT + "model_executor.model_runner.ModelRunner.forward",
+        "self, forward_batch, skip_attn_backend_init, pp_proxy_tensors, reinit_attn_backend, "
+        "split_forward_count",
+        "probe pass",
+    ),
+    Seam(_SRT + "model_executor.forward_batch_info.CaptureHiddenMode", None, "probe pass"),
     Seam(
         _SRT + "model_executor.forward_batch_info.ForwardBatch",
         None,

@@ -7,12 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from sglang_kvshare.plan import Int64Array, Placement
+from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
+from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.request import RequestOptions, ReuseReport
 
 _ATTRIBUTE = "_kvshare"
 #: Positions of a request that holds no moved value.
 NOTHING_PLACED: Int64Array = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A choice that waits for the forward.
+
+    Attributes:
+        plan: what ``placement`` holds all matched tokens of.
+        without_measuring: bool ``[plan.matched_tokens]``, what is recomputed in chunks that end
+            before the prompt does.
+    """
+
+    choice: Choice
+    plan: ReusePlan
+    without_measuring: BoolArray
 
 
 @dataclass(eq=False)
@@ -23,6 +39,11 @@ class RequestState:
         options: the request's settings.
         placement: donor values that are still to be placed; ``None`` when there are none left.
         donor_locks: tree locks that keep the donors of ``placement`` in the tree.
+        pending: how the tokens of ``placement`` that are recomputed will be chosen, where that is
+            not known yet.
+        recomputed_tokens: of this prefill, chosen in its forwards.
+        fell_back: a chunk of this prefill had to be chosen without measuring.
+        deviation: measured in this prefill; ``None`` while it was not.
         branch_tokens: tokens of this prefill's prefix that came from an approximate branch.
         placed: positions of donor values placed in this prefill, ascending, one array a chunk.
         exact_until: positions from here on rest on placed values; ``None`` while none do.
@@ -36,6 +57,10 @@ class RequestState:
 
     options: RequestOptions
     placement: Placement | None = None
+    pending: Pending | None = None
+    recomputed_tokens: int = 0
+    fell_back: bool = False
+    deviation: float | None = None
     donor_locks: list[Any] = field(default_factory=list)
     branch_tokens: int = 0
     placed: list[Int64Array] = field(default_factory=list)
@@ -60,6 +85,10 @@ class RequestState:
     ) -> None:
         """A prefill starts on a prefix of ``exact_tokens`` and ``branch_tokens`` of ``depth``."""
         self.placed = []
+        self.pending = None
+        self.recomputed_tokens = 0
+        self.fell_back = False
+        self.deviation = None
         self.generation = generation
         self.branch_tokens = branch_tokens
         self.exact_until = exact_tokens if branch_tokens else None
@@ -70,8 +99,12 @@ class RequestState:
         """The request gave its KV back."""
         self.begin_prefill(0, 0, 0, self.generation)
 
-    def note_placed(self, part: Placement) -> None:
-        """``part`` of the placement is in the request's own slots now."""
+    def note_placed(self, part: Placement, deviation: float | None = None) -> None:
+        """``part`` of the placement is in the request's own slots now and was not recomputed."""
+        if self.pending is not None:
+            self.recomputed_tokens += part.recomputed_tokens
+        if deviation is not None:
+            self.deviation = deviation
         if not part.reused_tokens:
             return
         self.placed.append(part.positions)

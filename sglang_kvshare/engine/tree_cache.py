@@ -52,7 +52,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from sglang_kvshare.engine import hooks, verdict
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
-    from sglang_kvshare.engine.support import Unsupported
+    from sglang_kvshare.engine.support import Unsupported, decoder_layers
 
     config = active_config()
     if config is None:
@@ -73,7 +73,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     # Every rank must come to the same plans, and no two measure the same times.
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics())
+    layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
+    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers)
 
 
 class KVShareRadixCache(RadixCache):
@@ -89,8 +90,11 @@ class KVShareRadixCache(RadixCache):
         config: KVShareConfig,
         gate: BenefitGate | None = None,
         metrics: Metrics | None = None,
+        layers: int = 32,
     ) -> None:
         self.config = config
+        #: Decoder layers of the model.
+        self.layers = layers
         self.metrics = Metrics() if metrics is None else metrics
         self.metrics.watch(self.index_size)
         allocator = params.token_to_kv_pool_allocator

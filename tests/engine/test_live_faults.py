@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 #: step -> what is broken there.
 BROKEN = {
     "match": "sglang_kvshare.engine.tree_cache.plan_reuse",
-    "select": "sglang_kvshare.engine.admission.select",
+    "select": "sglang_kvshare.engine.admission.choose",
     "lock": "sglang_kvshare.engine.donor_locks._above",
     "copy": "sglang_kvshare.engine.placement.rotate_",
     "narrow": "sglang_kvshare.engine.narrowing.attend",

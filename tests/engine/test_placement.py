@@ -189,7 +189,8 @@ class TorchNativeAttnBackend(StockBackend):
 @pytest.mark.parametrize("backend", [StockBackend, TorchNativeAttnBackend])
 def test_narrowed_attention_stores_and_reads_as_the_stock_backend_does(dtype, backend):
     from sglang_kvshare.attention.position_mask import attend
-    from sglang_kvshare.engine.narrowing import KeptRows, NarrowedAttention
+    from sglang_kvshare.engine.kept_rows import KeptRows
+    from sglang_kvshare.engine.narrowing import NarrowedAttention
 
     tokens, rows = 20, torch.tensor([2, 7, 19])
     pool = pool_of(dtype, head_dim=HEAD)
@@ -204,6 +205,8 @@ def test_narrowed_attention_stores_and_reads_as_the_stock_backend_does(dtype, ba
     layer = SimpleNamespace(
         layer_id=0,
         tp_q_head_num=HEADS,
+        tp_k_head_num=HEADS,
+        tp_v_head_num=HEADS,
         qk_head_dim=HEAD,
         v_head_dim=HEAD,
         scaling=HEAD**-0.5,
@@ -211,15 +214,15 @@ def test_narrowed_attention_stores_and_reads_as_the_stock_backend_does(dtype, ba
         v_scale=torch.nn.Parameter(torch.tensor(2.0), requires_grad=False),
     )
     kept = KeptRows(
-        rows=rows,
-        positions=rows,
+        rows=rows.numpy(),
+        row_positions=rows.numpy(),
         cache_loc=rows + 1,
         counts=[3],
-        extend_counts=[tokens],
         kv_lengths=[tokens],
     )
+    program = SimpleNamespace(current=kept, kv_lengths=[tokens], looks=lambda layer: False)
     batch = SimpleNamespace(out_cache_loc=rows + 1, req_pool_indices=torch.tensor([0]))
-    out = NarrowedAttention(backend(pool, tokens), kept, 0).forward(
+    out = NarrowedAttention(backend(pool, tokens), program).forward(
         q.reshape(len(rows), -1), k.clone(), v.clone(), layer, batch
     )
 

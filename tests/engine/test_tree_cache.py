@@ -167,7 +167,7 @@ TWO_PASSAGES = [7, *PASSAGE, 8, *PASSAGE[::-1], 9]
 #: step -> (what is broken, its name, by what).
 FAULTS = {
     "match": ("sglang_kvshare.engine.tree_cache.plan_reuse", broken),
-    "select": ("sglang_kvshare.engine.admission.select", broken),
+    "select": ("sglang_kvshare.engine.admission.choose", broken),
     "lock": ("sglang_kvshare.engine.donor_locks.time.monotonic", broken),
     "copy": ("sglang_kvshare.engine.forward._copy", broken),
 }

@@ -75,6 +75,10 @@ class FakeReq:
         return (self.cache_salt, self.extra_key)
 
 
+#: Of the model that is not there.
+LAYERS = 4
+
+
 class RecordingPlacer:
     """Stands in for the copy of KV: moves what the slots remember."""
 
@@ -128,7 +132,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         config = KVShareConfig(
             min_run_tokens=WINDOW, min_saved_tokens=1, seam_tokens=1, max_depth=self.max_depth
         )
-        self.cache = KVShareRadixCache(params, config)
+        self.cache = KVShareRadixCache(params, config, layers=LAYERS)
         self.faults: list[str] = []
         self.cache.fault = self.faults.append
         #: Tokens that came from approximate branches: the run did what it is for.
@@ -148,9 +152,10 @@ class TreeCacheMachine(RuleBasedStateMachine):
         data=st.data(),
         reuse=st.sampled_from(["approximate"] * 5 + ["exact_prefix", "off"]),
         ratio=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        selector=st.sampled_from(["seams", "query", "dhd"]),
         domain=st.sampled_from(DOMAINS[:1] * 5 + DOMAINS),
     )
-    def arrive(self, data, reuse, ratio, domain):
+    def arrive(self, data, reuse, ratio, selector, domain):
         from sglang.srt.managers.schedule_batch import ReqKvInfo
 
         from sglang_kvshare.engine.state import RequestState, attach
@@ -171,7 +176,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         self.seen = [*self.seen[-8:], tokens]
         req = FakeReq(f"r{self.count}", array("q", tokens), *domain, kv=ReqKvInfo())
         self.count += 1
-        attach(req, RequestState(RequestOptions(reuse, ratio, "seams")))
+        attach(req, RequestState(RequestOptions(reuse, ratio, selector)))
         self.waiting.append(req)
 
     @precondition(lambda self: self.waiting and len(self.live) < ROWS)
@@ -232,6 +237,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
     def extend(self, req, chunk):
         """Allocate, place, 'compute' and publish one chunk."""
         from sglang_kvshare.engine.forward import WorkerParts, _finish, _place_or_miss
+        from sglang_kvshare.engine.kept_rows import Extend
+        from sglang_kvshare.engine.row_program import RowProgram
         from sglang_kvshare.engine.state import state_of
 
         total, start = len(req.full_untruncated_fill_ids), req.prefix_len
@@ -270,10 +277,20 @@ class TreeCacheMachine(RuleBasedStateMachine):
         for slot in slots.tolist():
             self.written.pop(slot, None)
             self.note_weights(req, slot)
-        parts = WorkerParts(self.placer_class(self), 0, None)
-        chunks, kept = _place_or_miss(parts, batch)
-        if kept is not None:
-            self.check_kept(kept, placed, start, end)
+        parts = WorkerParts(self.placer_class(self), 0, LAYERS, None)
+        chunks = _place_or_miss(parts, batch)
+        for chunk in chunks:
+            if chunk.choice is not None:
+                # The prompt ends here. What the forward would choose is any tokens.
+                assert end == total
+                chunk.recompute = chunk.placement.positions % 3 == 1
+                chunk.choice = None
+        if placed and chunks:
+            assert {p for c in chunks for p in c.placement.positions.tolist()} == placed
+            placed = {p for c in chunks for p in c.spared.positions.tolist()}
+            program = RowProgram(Extend.of(batch), chunks, 0, LAYERS)
+            assert program.narrow(0).tolist() == program.current.rows.tolist()
+            self.check_kept(program.current, placed, start, end)
         else:
             assert not placed or self.faulty
             placed = set()
@@ -303,7 +320,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         rows = kept.rows.tolist()
         expected = [row for row in range(count) if row + start not in placed]
         assert rows == (expected or [count - 1])
-        assert (kept.counts, kept.extend_counts) == ([len(rows)], [count])
+        assert (kept.counts, kept.kv_lengths) == ([len(rows)], [end])
         assert kept.positions.tolist() == [row + start for row in rows]
         if not expected:
             # One row runs for the sake of running, and must not write over a placed value.

@@ -11,6 +11,7 @@ from sglang_kvshare.config import (
     KVShareConfig,
     cli_flag,
     from_json,
+    layer_numbers,
     option_fields,
     resolve,
     switched_on,
@@ -64,6 +65,25 @@ def test_a_bad_file_names_the_field_and_what_is_allowed(yaml_file, text, message
     with pytest.raises(ConfigError) as error:
         resolve(yaml_path=yaml_file(text))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("1", "1"), ("[1, 4]", "1,4"), ("'2,5'", "2,5"), ("'1, 3'", "1, 3")]
+)
+def test_layers_are_a_number_or_a_list(yaml_file, text, layers):
+    config = resolve(yaml_path=yaml_file(f"check_layers: {text}\n"))
+    assert config.check_layers == layers
+    assert layer_numbers(config.check_layers) == tuple(map(int, layers.split(",")))
+
+
+@pytest.mark.parametrize("text", ["0", "[0, 2]", "[3, 2]", "[2, 2]", "''", "one", "1.5", "true"])
+def test_layers_that_cannot_be_are_an_error(yaml_file, text):
+    """At layer 0 deviation is rounding noise."""
+    with pytest.raises(ConfigError, match=r"check_layers=.*(ascending layer numbers|not a text)"):
+        resolve(yaml_path=yaml_file(f"check_layers: {text}\n"))
+    if text[0] not in "[t'":
+        with pytest.raises(ConfigError, match="ascending layer numbers from 1 on"):
+            resolve(env={"KVSHARE_CHECK_LAYERS": text})
 
 
 def test_a_missing_file_is_an_error(tmp_path):
@@ -139,5 +159,6 @@ def test_every_field_is_documented_and_has_bounds():
         assert len(spec.metadata["doc"]) > 20, spec.name
         if isinstance(spec.default, bool):
             continue
-        assert "choices" in spec.metadata or {"low", "high"} <= set(spec.metadata), spec.name
+        bounds = {"low", "high"} <= set(spec.metadata)
+        assert bounds or {"choices", "numbers"} & set(spec.metadata), spec.name
         assert cli_flag(spec.name).startswith("--kvshare-")

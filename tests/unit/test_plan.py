@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvshare.plan import ReusePlan, Span, place
+from sglang_kvshare.plan import ReusePlan, Span, everything, place
 from sglang_kvshare.recompute.selectors import (
     SelectionSettings,
-    register_selector,
-    select,
-    selector_names,
+    Signals,
+    choose,
+    selector_named,
 )
 
 pytestmark = pytest.mark.unit
@@ -39,6 +39,12 @@ def plans(draw):
 SETTINGS = st.builds(
     SelectionSettings, st.floats(0, 1, allow_nan=False), st.integers(0, 12), st.integers(0, 12)
 )
+
+
+def select(name, plan, settings):
+    """By the plan alone."""
+    selector = selector_named(name)
+    return choose(selector, plan, selector.score(plan, Signals()), settings)
 
 
 def slow_seams(plan, settings):
@@ -117,10 +123,27 @@ def test_an_impossible_plan_is_refused(prompt, prefix, spans):
         ReusePlan(prompt, prefix, spans)
 
 
-def test_the_registry_names_what_it_knows():
-    assert selector_names() == ("seams",)
-    plan = ReusePlan(10, 0, (span(2, 5),))
-    with pytest.raises(ValueError, match="'best': allowed are seams"):
-        select("best", plan, SelectionSettings(0.5, 1, 1))
-    with pytest.raises(ValueError, match="registered already"):
-        register_selector("seams")(lambda plan, settings: np.zeros(0, dtype=bool))
+@given(plans(), st.integers(0, 200))
+def test_what_is_left_of_a_plan_when_a_part_is_computed(plan, position):
+    left = plan.after(position)
+    pairs = list(zip(plan.positions(), plan.sources(), plan.slots(), strict=True))
+    assert list(zip(left.positions(), left.sources(), left.slots(), strict=True)) == [
+        pair for pair in pairs if pair[0] >= position
+    ]
+    assert left.scored_from == plan.scored_from
+
+
+@given(plans(), st.data())
+def test_what_is_recomputed_of_a_placement_is_counted(plan, data):
+    whole = everything(plan)
+    assert whole.reused_tokens == plan.matched_tokens
+    marks = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(whole.slots), max_size=len(whole.slots))),
+        dtype=bool,
+    )
+    spared = whole.without(marks)
+    assert spared.positions.tolist() == plan.positions()[~marks].tolist()
+    assert spared.recomputed_tokens == marks.sum()
+    first = data.draw(st.integers(0, 60))
+    part = whole.indices(first, first + 30)
+    assert whole.positions[part].tolist() == whole.within(first, first + 30).positions.tolist()

@@ -32,6 +32,33 @@ def test_each_value_is_taken():
     assert not parse(publish=False).publish
     assert parse(approximate_logprobs=True).approximate_logprobs
     assert parse(recompute_ratio=0).recompute_ratio == 0.0
+    assert parse(check_layers=3).check_layers == "3"
+    assert parse(check_layers="1, 4").check_layers == "1,4"
+    assert parse(attention="check_layer").attention == "check_layer"
+    assert parse(recompute_error=0.1, max_deviation=0.5).recompute_error == 0.1
+
+
+def test_what_decides_over_quality_tells_branches_apart():
+    """Values computed with other settings are another approximation."""
+    plain = parse().quality
+    for given in (
+        {"selector": "dhd"},
+        {"recompute_ratio": 0.3},
+        {"recompute_error": 0.1},
+        {"attention": "check_layer"},
+        {"check_layers": 2},
+        {"max_deviation": 0.5},
+    ):
+        assert parse(**given).quality != plain
+    assert parse(publish=False, ttft_slo_ms=5).quality == plain
+
+
+def test_whether_anything_may_be_spared():
+    assert parse(recompute_ratio=0.3).spares
+    assert not parse(recompute_ratio=1).spares
+    assert parse(recompute_ratio=1, recompute_error=0.5).spares
+    assert not parse(selector="all", recompute_ratio=0.3).spares
+    assert parse(selector="none", recompute_ratio=1).spares
 
 
 @pytest.mark.parametrize(
@@ -39,7 +66,12 @@ def test_each_value_is_taken():
     [
         ({"reuse": "on"}, "reuse='on': allowed are off, exact_prefix, approximate"),
         ({"reuse": None}, "reuse=None: allowed are"),
-        ({"selector": "best"}, "selector='best': allowed are seams"),
+        ({"selector": "best"}, "selector='best': allowed are all, deviation, dhd, "),
+        ({"attention": "query"}, "attention='query': allowed are probe_pass, check_layer"),
+        ({"check_layers": 0}, "check_layers=0: allowed are ascending layer numbers from 1 on"),
+        ({"check_layers": [1, 2]}, "check_layers=[1, 2]: allowed are ascending layer numbers"),
+        ({"recompute_error": 2}, "recompute_error=2: allowed are numbers from 0 to 1"),
+        ({"max_deviation": -1}, "max_deviation=-1: allowed are numbers from 0 to 1e+09"),
         ({"recompute_ratio": -0.1}, "recompute_ratio=-0.1: allowed are numbers from 0 to 1"),
         ({"recompute_ratio": 1.01}, "from 0 to 1"),
         ({"recompute_ratio": "0.5"}, "from 0 to 1"),
@@ -84,4 +116,5 @@ def test_the_report_counts_the_whole_prompt_and_is_plain_data():
         "donors",
         "decision",
         "reason",
+        "selector",
     }

@@ -1,0 +1,183 @@
+"""The probe pass: the prompt's last rows alone, over the placed values, to see what they look at.
+
+    prompt   |- prefix -|== placed ==|- new -|== placed ==|- new: last rows -|
+    keys     |##########|############|       |############|##################|
+    rows                                                  |      probes      |
+
+New tokens before the last span have no keys yet, and are not looked at. What the probes write to
+the pool is overwritten by the forward that follows.
+
+Seams: ``ForwardBatch.init_new`` and ``ModelRunner.forward`` with a copy of the ``ScheduleBatch``
+that holds other rows, as SGLang's own ``encoder_swa_replay`` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_kvshare.attention.attention_mass import attend_and_weigh
+from sglang_kvshare.engine.pool_reader import PoolReader
+from sglang_kvshare.engine.row_program import MOST_PROBE_ROWS, Chunk
+from sglang_kvshare.plan import Int64Array
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The probe rows of one request.
+
+    Attributes:
+        request: its number in the batch.
+        rows: int64, positions of the probe rows, consecutive.
+        seen: int64, ascending positions that have a key: what the probes look at.
+    """
+
+    request: int
+    rows: Int64Array
+    seen: Int64Array
+
+
+def probes_of(chunk: Chunk) -> Probes:
+    """The rows behind the last span, or the prompt's tail where a span reaches into it; up to the
+    first row whose logits are asked for."""
+    plan, choice = chunk.plan, chunk.choice
+    assert plan is not None
+    assert choice is not None
+    end = plan.scored_from + 1
+    tail = end - max(1, choice.settings.tail_tokens)
+    start = max(min(plan.spans[-1].end, tail), end - MOST_PROBE_ROWS, chunk.start)
+    rows = np.arange(start, end, dtype=np.int64)
+    cached = np.arange(chunk.start, dtype=np.int64)
+    placed = chunk.placement.positions
+    return Probes(chunk.request, rows, np.concatenate([cached, placed[placed < start], rows]))
+
+
+def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[np.ndarray]:
+    """Run the rows of ``probes`` through all layers.
+
+    Returns:
+        for each of ``probes`` the attention mass over ``seen``, summed over layers and rows and
+        averaged over heads, float64 ``[len(seen)]``.
+    """
+    attention = ProbeAttention(runner.attn_backend, probes)
+    forward_batch = ForwardBatch.init_new(
+        _batch_of(batch, probes, runner),
+        runner,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        return_hidden_states_before_norm=False,
+    )
+    positions = np.concatenate([part.rows for part in probes])
+    forward_batch.positions = torch.from_numpy(positions).to(batch.out_cache_loc.device)
+    with forward_context(ForwardContext(attn_backend=attention)):
+        runner.forward(forward_batch)
+    # The forward that follows is the one that tells the scheduler when shared memory is read.
+    runner.shared_read_done_event = None
+    return [mass.double().cpu().numpy() for mass in attention.mass]
+
+
+def _batch_of(batch: Any, probes: Sequence[Probes], runner: Any) -> Any:
+    index = [part.request for part in probes]
+    counts = [len(part.rows) for part in probes]
+    ends = [int(part.rows[-1]) + 1 for part in probes]
+    device = batch.out_cache_loc.device
+    reqs = [batch.reqs[number] for number in index]
+    slots = batch.req_pool_indices[index]
+    table = runner.req_to_token_pool.req_to_token
+    made = copy(batch)
+    made.reqs = reqs
+    made.input_ids = torch.tensor(
+        [
+            token
+            for req, part in zip(reqs, probes, strict=True)
+            for token in req.full_untruncated_fill_ids[part.rows[0] : part.rows[-1] + 1]
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    made.prefill_input_ids_cpu = None
+    made.req_pool_indices = slots
+    made.req_pool_indices_cpu = batch.req_pool_indices_cpu[index]
+    made.prefix_lens = [end - count for end, count in zip(ends, counts, strict=True)]
+    made.extend_lens = counts
+    made.extend_num_tokens = sum(counts)
+    made.seq_lens = torch.tensor(ends, dtype=torch.int64, device=device)
+    made.seq_lens_cpu = torch.tensor(ends, dtype=torch.int64)
+    made.seq_lens_sum = sum(ends)
+    made.orig_seq_lens = made.seq_lens
+    made.out_cache_loc = torch.cat(
+        [table[slots[k], part.rows[0] : part.rows[-1] + 1] for k, part in enumerate(probes)]
+    ).long()
+    made.return_logprob = False
+    made.top_logprobs_nums = None
+    made.token_ids_logprobs = None
+    made.extend_logprob_start_lens = counts
+    made.extend_input_logprob_token_ids = None
+    made.is_prefill_only = True
+    made.spec_info = None
+    made.sampling_info = None
+    made.has_grammar = False
+    made.multimodal_inputs = [None] * len(reqs)
+    made.decoding_reqs = None
+    return made
+
+
+class ProbeAttention:
+    """An attention backend for the probe pass; everything else is answered by the stock one."""
+
+    def __init__(self, stock: Any, probes: Sequence[Probes]) -> None:
+        self._stock = stock
+        self._reader = PoolReader(stock)
+        self._probes = probes
+        self._slots: list[torch.Tensor] | None = None
+        # Where each row is among the keys that there are.
+        self._ranks = [torch.from_numpy(np.searchsorted(part.seen, part.rows)) for part in probes]
+        self.mass = [torch.zeros(len(part.seen), dtype=torch.float32) for part in probes]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        if self._slots is None:
+            ends = [int(part.rows[-1]) + 1 for part in self._probes]
+            rows = self._reader.rows(forward_batch.req_pool_indices, ends)
+            self._slots = [
+                slots.index_select(0, torch.from_numpy(part.seen).to(slots.device))
+                for slots, part in zip(rows, self._probes, strict=True)
+            ]
+            self._ranks = [ranks.to(q.device) for ranks in self._ranks]
+            self.mass = [mass.to(q.device) for mass in self.mass]
+        where = KVWriteLoc(forward_batch.out_cache_loc, None)
+        self._reader.pool.set_kv_buffer(layer, where, k, v, *self._reader.scales(layer))
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        begin = 0
+        for number, (slots, ranks) in enumerate(zip(self._slots, self._ranks, strict=True)):
+            part = slice(begin, begin + len(ranks))
+            out[part], mass = attend_and_weigh(
+                queries[part],
+                self._reader.keys(layer, slots, q.dtype),
+                self._reader.values(layer, slots, q.dtype),
+                ranks,
+                scale=layer.scaling,
+            )
+            self.mass[number] += mass
+            begin = part.stop
+        return out.view(q.shape[0], -1)

@@ -1,0 +1,261 @@
+"""Which rows of one forward run, layer by layer, and how the tokens to recompute are chosen.
+
+    layer            0      ...     check | check + 1   ...   last
+    chosen before    kept rows -------------------------------->    by the plan, by a probe pass
+    chosen there     all rows ----------->| kept rows --------->    by what the check layer shows
+
+Several check layers narrow gradually: of ``k`` the ``i``-th leaves ``ratio ** (i / k)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from sglang_kvshare.attention.attention_mass import attention_mass, influence
+from sglang_kvshare.engine.kept_rows import Extend, KeptRows
+from sglang_kvshare.engine.narrowing import Look
+from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
+from sglang_kvshare.recompute.choice import Choice
+from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
+from sglang_kvshare.scheduling.forward_cost import Load, total
+
+#: Rows whose attention is looked at, the last ones before the output.
+MOST_PROBE_ROWS = 128
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The part of one request's placement that falls into this batch.
+
+    Attributes:
+        request: its number in the batch.
+        row: first row of the request in the batch.
+        start: position of that row.
+        placement: the matched tokens whose donor values were copied.
+        choice: how to choose among them in the forward; ``None`` when that is done.
+        plan: the part of the plan that ``placement`` holds.
+        recompute: bool, of ``placement``: the tokens that are computed all the same.
+        scores: of ``placement``: how much each would be worth recomputing.
+        deviation: measured, of the values at the first check layer, as a share of their size.
+    """
+
+    request: int
+    row: int
+    start: int
+    placement: Placement
+    recompute: BoolArray
+    choice: Choice | None = None
+    plan: ReusePlan | None = None
+    attention: np.ndarray | None = None
+    scores: np.ndarray | None = None
+    deviation: float | None = None
+    over_limit: BoolArray | None = field(default=None, repr=False)
+
+    @property
+    def rows(self) -> Int64Array:
+        """Rows of the batch that hold the matched tokens."""
+        return self.placement.positions + (self.row - self.start)
+
+    @property
+    def spared(self) -> Placement:
+        return self.placement.without(self.recompute)
+
+
+class RowProgram:
+    """A program for :func:`sglang_kvshare.engine.narrowing.narrowed`.
+
+    Args:
+        first_layer: first layer that runs for fewer rows where the choice was made before.
+        layers: decoder layers of the model.
+    """
+
+    def __init__(
+        self, extend: Extend, chunks: Sequence[Chunk], first_layer: int, layers: int
+    ) -> None:
+        self.kv_lengths = extend.kv_lengths
+        self.current: KeptRows | None = None
+        self._extend = extend
+        self._keep = np.ones(sum(extend.counts), dtype=np.bool_)
+        self._chunks = list(chunks)
+        self._drops: dict[int, list[Chunk]] = {}
+        self._looks: dict[int, list[Chunk]] = {}
+        self._first_layer = first_layer
+        self._loads: list[Load] = []
+        self._layers = layers
+        self._probe_rows = 0
+        for chunk in self._chunks:
+            if chunk.choice is None:
+                self._drops.setdefault(first_layer, []).append(chunk)
+            else:
+                for layer in chunk.choice.check_layers:
+                    self._looks.setdefault(layer, []).append(chunk)
+
+    def narrow(self, layer: int) -> torch.Tensor | None:
+        """See :class:`sglang_kvshare.engine.narrowing.Program`."""
+        before, index = self.current, None
+        dropping = self._drops.get(layer, ())
+        for chunk in dropping:
+            self._keep[chunk.rows[~chunk.recompute]] = False
+        if dropping:
+            self.current = self._extend.keep(self._keep)
+            if before is None:
+                rows = torch.from_numpy(self.current.rows)
+                index = rows.to(self.current.cache_loc.device, non_blocking=True)
+            else:
+                index = self.current.within(before)
+        counts = self._extend.counts if self.current is None else self.current.counts
+        if before is not self.current or not self._loads:
+            self._loads.append(total(map(Load.of, counts, self.kv_lengths)))
+        else:
+            self._loads.append(self._loads[-1])
+        return index
+
+    def probed(self, rows: int) -> None:
+        """A probe pass of ``rows`` rows was run; its attention is in the chunks."""
+        self._probe_rows = rows
+
+    def decide(self, chunk: Chunk) -> None:
+        """Choose for a chunk that waited for nothing but the probe pass."""
+        choice, plan = chunk.choice, chunk.plan
+        assert choice is not None
+        assert plan is not None
+        if choice.check_layers:
+            return
+        chunk.scores = choice.selector.score(plan, Signals(attention=chunk.attention))
+        chunk.recompute = choose(choice.selector, plan, chunk.scores, choice.settings)
+        self._drops.setdefault(self._first_layer, []).append(chunk)
+
+    def load(self) -> Load:
+        """Mean over layers of what ran, the probe pass included."""
+        rows = sum(load.rows for load in self._loads) / self._layers + self._probe_rows
+        pairs = sum(load.pairs for load in self._loads) / self._layers
+        return Load(round(rows), round(pairs + self._probe_rows * max(self.kv_lengths)))
+
+    def looks(self, layer: int) -> bool:
+        return layer in self._looks
+
+    def look(self, look: Look) -> None:
+        """Measure what the selectors of this layer need, and let them choose."""
+        layer = look.layer.layer_id
+        for chunk in self._looks[layer]:
+            self._choose(chunk, layer, look)
+
+    def _choose(self, chunk: Chunk, layer: int, look: Look) -> None:
+        choice, plan = chunk.choice, chunk.plan
+        assert choice is not None
+        assert plan is not None
+        measured = self._measure(chunk, choice, plan, look)
+        if chunk.over_limit is None:
+            chunk.deviation = measured.deviation
+            chunk.over_limit = measured.over_limit(plan, choice.max_deviation)
+        step = choice.check_layers.index(layer) + 1
+        last = step == len(choice.check_layers)
+        settings = choice.settings
+        if not last:
+            ratio = settings.recompute_ratio ** (step / len(choice.check_layers))
+            settings = replace(settings, recompute_ratio=ratio, recompute_error=1.0)
+        scores = choice.selector.score(plan, measured.signals)
+        chunk.scores = scores
+        chosen = choose(choice.selector, plan, scores, settings)
+        chunk.recompute = (chosen & measured.active) | chunk.over_limit
+        self._drops.setdefault(layer + 1, []).append(chunk)
+
+    def _measure(self, chunk: Chunk, choice: Choice, plan: ReusePlan, look: Look) -> _Measured:
+        """Signals of the matched tokens that still run."""
+        positions, rows = self._running(chunk)
+        device = look.k.device
+        active = np.isin(chunk.placement.positions, positions)
+        candidates = chunk.placement.positions[active]
+
+        def on_device(array: Int64Array) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        at = on_device(rows.start + np.searchsorted(positions, candidates))
+        slots = look.slots[chunk.request]
+        targets = slots.index_select(0, on_device(candidates))
+        fresh_k, fresh_v = (x.index_select(0, at).float() for x in (look.k, look.v))
+        old_k = look.reader.keys(look.layer, targets, torch.float32)
+        old_v = look.reader.values(look.layer, targets, torch.float32)
+
+        def spread(values: torch.Tensor) -> np.ndarray:
+            told = np.zeros(len(active))
+            told[active] = values.double().cpu().numpy()
+            return told
+
+        change_k, change_v = old_k - fresh_k, old_v - fresh_v
+        signals = Signals(
+            attention=chunk.attention,
+            value_l1=spread(change_v.abs().sum((1, 2))),
+            value_l2=spread(change_v.square().sum((1, 2))),
+            key_l2=spread(change_k.square().sum((1, 2))),
+        )
+        size = spread(fresh_v.abs().sum((1, 2)))
+        wants = choice.selector.needs
+        if (Need.ATTENTION in wants and not choice.probes) or Need.INFLUENCE in wants:
+            # The rows that are not reused, or will be computed in any case; the last of them.
+            forced = forced_tokens(plan, choice.settings)
+            spare = chunk.placement.positions[~forced]
+            lookers = np.flatnonzero(~np.isin(positions, spare) & (positions <= plan.scored_from))[
+                -MOST_PROBE_ROWS:
+            ]
+            query = look.q.index_select(0, on_device(rows.start + lookers))
+            where = on_device(positions)
+            keys = look.reader.keys(look.layer, slots, torch.float32)
+            keys.index_copy_(0, where, look.k[rows].float())
+            seen = on_device(positions[lookers])
+            scale = look.layer.scaling
+            if Need.INFLUENCE in wants:
+                values = look.reader.values(look.layer, slots, torch.float32)
+                values.index_copy_(0, where, look.v[rows].float())
+                moves = [torch.zeros_like(x) for x in (keys, values)]
+                for move, change in zip(moves, (change_k, change_v), strict=True):
+                    move.index_copy_(0, on_device(candidates), change)
+                told = influence(query, keys, values, *moves, seen, scale=scale)
+                picked = told.index_select(0, on_device(candidates))
+                signals = replace(signals, influence=spread(picked))
+            else:
+                told = attention_mass(query, keys, seen, scale=scale)
+                picked = told.index_select(0, on_device(candidates))
+                signals = replace(signals, attention=spread(picked))
+        return _Measured(signals, active, size)
+
+    def _running(self, chunk: Chunk) -> tuple[Int64Array, slice]:
+        """Positions of the request's rows that run, and where they are among all that do."""
+        if self.current is not None:
+            part = self.current.part(chunk.request)
+            return self.current.row_positions[part], part
+        count = self._extend.counts[chunk.request]
+        positions = np.arange(chunk.start, chunk.start + count, dtype=np.int64)
+        return positions, slice(chunk.row, chunk.row + count)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """``active`` marks the matched tokens that still run; ``size`` is the L1 norm of their fresh
+    values, 0 for the others."""
+
+    signals: Signals
+    active: BoolArray
+    size: np.ndarray
+
+    @property
+    def deviation(self) -> float:
+        assert self.signals.value_l1 is not None
+        return float(self.signals.value_l1.sum() / max(self.size.sum(), 1e-30))
+
+    def over_limit(self, plan: ReusePlan, limit: float) -> BoolArray:
+        """Tokens of the spans whose values are off by more than ``limit`` of their size."""
+        assert self.signals.value_l1 is not None
+        marked = np.zeros(len(self.active), dtype=np.bool_)
+        begin = 0
+        for span in plan.spans:
+            part = slice(begin, begin + span.length)
+            # Written so that a deviation that is not a number is over the limit.
+            if not self.signals.value_l1[part].sum() <= limit * self.size[part].sum():
+                marked[part] = True
+            begin += span.length
+        return marked

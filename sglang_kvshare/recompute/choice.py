@@ -1,0 +1,62 @@
+"""How the tokens to recompute of one request are chosen, and when that can be known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvshare.recompute.selectors import Need, SelectionSettings, Selector, selector_named
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a request asked for, fitted to the model.
+
+    Attributes:
+        check_layers: those that run for every row before the choice; empty when none is needed.
+        probes: the prompt's last rows run through all layers first.
+        max_deviation: see :class:`sglang_kvshare.config.KVShareConfig`.
+    """
+
+    selector: Selector
+    settings: SelectionSettings
+    check_layers: tuple[int, ...] = ()
+    probes: bool = False
+    max_deviation: float = 1e9
+
+    @property
+    def waits(self) -> bool:
+        """The choice cannot be made before the forward has begun."""
+        return bool(self.check_layers) or self.probes
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers that run for every row."""
+        return self.check_layers[-1] + 1 if self.check_layers else 0
+
+
+def fitted(
+    name: str,
+    settings: SelectionSettings,
+    *,
+    attention: str,
+    check_layers: tuple[int, ...],
+    max_deviation: float,
+    layers: int,
+) -> Choice:
+    """The choice for a model of ``layers`` decoder layers.
+
+    Check layers after which nothing is left to spare are left out. A selector that needs one and
+    has none left gives way to ``seams``.
+    """
+    selector = selector_named(name)
+    plain = Choice(selector, settings)
+    if not selector.measures or not settings.recomputes or not settings.spares:
+        return plain
+    probes = Need.PROBE_ATTENTION in selector.needs or (
+        Need.ATTENTION in selector.needs and attention == "probe_pass"
+    )
+    checks = selector.uses_check_layer or (Need.ATTENTION in selector.needs and not probes)
+    usable = tuple(layer for layer in check_layers if layer < layers - 1) if checks else ()
+    if checks and not usable:
+        return Choice(selector_named("seams"), settings)
+    return Choice(selector, settings, usable, probes, max_deviation)
