@@ -228,7 +228,12 @@ def _by_token(step: Sequence[Sequence[Any]]) -> Logprobs:
 
 def _without_answer(report: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
     """Tokens whose logits are asked for are never reused: the server counts them as new."""
-    return {**report, "new_tokens": report["new_tokens"] - tokens} if report else report
+    if not report:
+        return report
+    less = {
+        name: report[name] - tokens for name in ("new_tokens", "computed_rows") if name in report
+    }
+    return {**report, **less}
 
 
 def _report(meta: Mapping[str, Any]) -> Mapping[str, Any]:

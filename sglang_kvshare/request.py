@@ -121,7 +121,9 @@ class ReuseReport:
     because no cached run covers them; ``refreshed_tokens``: recomputed while decoding;
     ``donors``: cached sequences that served; ``decision``: ``reuse`` or ``none``; ``reason``: why,
     one of :data:`REASONS`; ``selector``: what chose the recomputed tokens, ``NAME+seams`` where a
-    prompt ran in several chunks of which only the last could use ``NAME``; empty without reuse.
+    prompt ran in several chunks of which only the last could use ``NAME``; empty without reuse;
+    ``computed_rows``: prompt tokens that ran, as a mean over the model's layers, the probe pass
+    included: what the prefill has cost.
     """
 
     prefix_tokens: int = 0
@@ -133,6 +135,7 @@ class ReuseReport:
     decision: str = "none"
     reason: str = "not_prefilled"
     selector: str = ""
+    computed_rows: float = 0.0
 
     @property
     def prompt_tokens(self) -> int:

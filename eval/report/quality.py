@@ -55,7 +55,11 @@ def prompt_tokens(record: QualityRecord) -> float:
 
 def computed_tokens(record: QualityRecord) -> float | None:
     report = record.report
-    return float(report["recomputed_tokens"] + report["new_tokens"]) if report else None
+    if not report:
+        return None
+    # Runs of before the server told it itself counted no probe pass and no check layer.
+    counted = report["recomputed_tokens"] + report["new_tokens"]
+    return float(report.get("computed_rows", counted))
 
 
 def reused_tokens(record: QualityRecord) -> float | None:

@@ -291,6 +291,7 @@ def settle(state: RequestState, metrics: Metrics) -> None:
         reused_tokens=reused,
         recomputed_tokens=recomputed,
         new_tokens=report.new_tokens + lost,
+        computed_rows=round(state.computed_rows, 1),
     )
     if pending and state.fell_back:
         state.report = replace(state.report, selector=f"{report.selector}+seams")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +111,9 @@ def forward_batch_generation(
             )
             chunks = []
         else:
-            _finish(batch, chunks)
+            _finish(batch, chunks, program.computed_rows())
             return result
-    _finish(batch, chunks)
+    _finish(batch, chunks, batch.extend_lens)
     with parts.stopwatch.measure(_telling(batch, None)):
         return original(self, batch, *args, **kwargs)
 
@@ -143,13 +143,13 @@ def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram) ->
     try:
         probes = [probes_of(chunk) for chunk in wanting]
         masses = run_probes(runner, batch, probes)
-        program.probed(sum(len(part.rows) for part in probes))
         for chunk, part, mass in zip(wanting, probes, masses, strict=True):
             # Tokens behind the first probe row have no key but their own, and receive nothing.
             chunk.attention = np.zeros(chunk.placement.reused_tokens)
             before = chunk.placement.positions < part.rows[0]
             at = np.searchsorted(part.seen, chunk.placement.positions[before])
             chunk.attention[before] = mass[at]
+            program.probed(chunk, len(part.rows))
             program.decide(chunk)
     except Exception as error:
         raise ProbeFailed from error
@@ -187,9 +187,9 @@ def _miss(batch: Any, step: str, *, lost_because: str) -> None:
         batch.tree_cache.release(state)
 
 
-def _finish(batch: Any, chunks: list[Chunk]) -> None:
-    """Note what was placed, let go of donors that have nothing left to give, and fix the reports
-    of the requests whose prefill ends with this batch."""
+def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> None:
+    """Note what was placed and what ran, let go of donors that have nothing left to give, and fix
+    the reports of the requests whose prefill ends with this batch."""
     for chunk in chunks:
         state = state_of(batch.reqs[chunk.request])
         assert state is not None
@@ -197,8 +197,11 @@ def _finish(batch: Any, chunks: list[Chunk]) -> None:
         state.note_placed(chunk.spared, chunk.deviation)
         if placed_all:
             batch.tree_cache.release(state)
-    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+    lengths = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, computed_rows, strict=True)
+    for req, start, count, rows in lengths:
         state = state_of(req)
+        if state is not None:
+            state.computed_rows += rows
         if state is not None and start + count >= len(req.full_untruncated_fill_ids):
             settle(state, batch.tree_cache.metrics)
 

@@ -4,11 +4,13 @@
     spared                     x x x     x x
     kept                   0 1       5 6     9        layers from the next one on
 
-Which rows run is the business of a program. It may look at a layer's queries, keys and values
-before they are written to the pool, and say before each layer which rows go on.
+Which rows run is the business of a program. It may say before a layer which rows go on, or in its
+attention, where it may look at queries, keys and values: then these are still written for all rows
+that ran, and attention and what follows is computed for those that go on.
 
 Seams: the decoder layers are called as ``layer(positions, hidden_states, forward_batch, ...)``;
 ``residual_batch.to_pp`` and ``attn_boundary.from_pp`` take the residual pair apart and together;
+``ForwardBatch.residual_stream`` holds the residual alone while a layer's attention runs;
 ``ForwardContext.attn_backend`` is what ``RadixAttention.forward`` calls. Nothing is installed while
 no extend is narrowed.
 """
@@ -65,8 +67,8 @@ class Program(Protocol):
     def looks(self, layer: int) -> bool:
         """Whether :meth:`look` is to be called in this layer."""
 
-    def look(self, look: Look) -> None:
-        """Learn what to keep."""
+    def look(self, look: Look) -> torch.Tensor | None:
+        """Learn what to keep; the rows that go on from here, as :meth:`narrow` tells them."""
 
 
 @contextmanager
@@ -162,10 +164,11 @@ class NarrowedAttention:
             self._slots = self._reader.rows(
                 forward_batch.req_pool_indices, self._program.kv_lengths
             )
+        index = None
         if self._program.looks(layer.layer_id):
             heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
             parts = (x.view(x.shape[0], n, -1) for x, n in zip((q, k, v), heads, strict=True))
-            self._program.look(Look(*parts, layer, self._reader, self._slots))
+            index = self._program.look(Look(*parts, layer, self._reader, self._slots))
         kept = self._program.current
         if kept is None:
             return self._stock.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -173,6 +176,12 @@ class NarrowedAttention:
             # Dividing by a scale happens in place; the narrowed rows are nobody else's.
             where = KVWriteLoc(forward_batch.out_cache_loc, None)
             self._reader.pool.set_kv_buffer(layer, where, k, v, *self._reader.scales(layer))
+        if index is not None:
+            # Keys and values of all rows are written; what follows in this layer is for fewer.
+            stream = forward_batch.residual_stream
+            stream.residual = stream.residual.index_select(0, index)
+            q = q.index_select(0, index)
+            _narrow_batch(forward_batch, kept)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         for number, slots in enumerate(self._slots):

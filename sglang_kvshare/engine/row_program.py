@@ -1,8 +1,10 @@
 """Which rows of one forward run, layer by layer, and how the tokens to recompute are chosen.
 
-    layer            0      ...     check | check + 1   ...   last
+    layer            0      ...       check      ...          last
     chosen before    kept rows -------------------------------->    by the plan, by a probe pass
-    chosen there     all rows ----------->| kept rows --------->    by what the check layer shows
+    chosen there     all rows ---------->|kept rows ----------->    by what the check layer shows
+
+At a check layer keys and values are computed for all rows, and all the rest for the kept ones.
 
 Several check layers narrow gradually: of ``k`` the ``i``-th leaves ``ratio ** (i / k)``.
 """
@@ -21,7 +23,7 @@ from sglang_kvshare.engine.narrowing import Look
 from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
 from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
-from sglang_kvshare.scheduling.forward_cost import Load, total
+from sglang_kvshare.scheduling.forward_cost import Load
 
 #: Rows whose attention is looked at, the last ones before the output.
 MOST_PROBE_ROWS = 128
@@ -84,9 +86,10 @@ class RowProgram:
         self._drops: dict[int, list[Chunk]] = {}
         self._looks: dict[int, list[Chunk]] = {}
         self._first_layer = first_layer
-        self._loads: list[Load] = []
         self._layers = layers
-        self._probe_rows = 0
+        #: Rows of each request, layer by layer.
+        self._ran: list[Sequence[int]] = []
+        self._probe_rows = np.zeros(len(extend.counts))
         for chunk in self._chunks:
             if chunk.choice is None:
                 self._drops.setdefault(first_layer, []).append(chunk)
@@ -96,27 +99,43 @@ class RowProgram:
 
     def narrow(self, layer: int) -> torch.Tensor | None:
         """See :class:`sglang_kvshare.engine.narrowing.Program`."""
-        before, index = self.current, None
-        dropping = self._drops.get(layer, ())
-        for chunk in dropping:
-            self._keep[chunk.rows[~chunk.recompute]] = False
-        if dropping:
-            self.current = self._extend.keep(self._keep)
-            if before is None:
-                rows = torch.from_numpy(self.current.rows)
-                index = rows.to(self.current.cache_loc.device, non_blocking=True)
-            else:
-                index = self.current.within(before)
-        counts = self._extend.counts if self.current is None else self.current.counts
-        if before is not self.current or not self._loads:
-            self._loads.append(total(map(Load.of, counts, self.kv_lengths)))
-        else:
-            self._loads.append(self._loads[-1])
+        index = self._drop(self._drops.pop(layer, []))
+        self._ran.append(self._counts())
         return index
 
-    def probed(self, rows: int) -> None:
-        """A probe pass of ``rows`` rows was run; its attention is in the chunks."""
-        self._probe_rows = rows
+    def looks(self, layer: int) -> bool:
+        return layer in self._looks
+
+    def look(self, look: Look) -> torch.Tensor | None:
+        """Measure what the selectors of this layer need, let them choose, and narrow."""
+        layer = look.layer.layer_id
+        chunks = self._looks[layer]
+        for chunk in chunks:
+            self._choose(chunk, layer, look)
+        index = self._drop(chunks)
+        # Most of the layer's work is still to come.
+        self._ran[-1] = self._counts()
+        return index
+
+    def _drop(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Let the rows that these chunks spare go."""
+        if not chunks:
+            return None
+        before = self.current
+        for chunk in chunks:
+            self._keep[chunk.rows[~chunk.recompute]] = False
+        self.current = self._extend.keep(self._keep)
+        if before is not None:
+            return self.current.within(before)
+        rows = torch.from_numpy(self.current.rows)
+        return rows.to(self.current.cache_loc.device, non_blocking=True)
+
+    def _counts(self) -> Sequence[int]:
+        return self._extend.counts if self.current is None else self.current.counts
+
+    def probed(self, chunk: Chunk, rows: int) -> None:
+        """A probe pass of ``rows`` rows was run for a chunk."""
+        self._probe_rows[chunk.request] = rows
 
     def decide(self, chunk: Chunk) -> None:
         """Choose for a chunk that waited for nothing but the probe pass."""
@@ -129,20 +148,15 @@ class RowProgram:
         chunk.recompute = choose(choice.selector, plan, chunk.scores, choice.settings)
         self._drops.setdefault(self._first_layer, []).append(chunk)
 
+    def computed_rows(self) -> list[float]:
+        """Of each request: rows that ran, as a mean over layers, the probe pass included."""
+        return (np.sum(self._ran, axis=0) / self._layers + self._probe_rows).tolist()
+
     def load(self) -> Load:
-        """Mean over layers of what ran, the probe pass included."""
-        rows = sum(load.rows for load in self._loads) / self._layers + self._probe_rows
-        pairs = sum(load.pairs for load in self._loads) / self._layers
-        return Load(round(rows), round(pairs + self._probe_rows * max(self.kv_lengths)))
-
-    def looks(self, layer: int) -> bool:
-        return layer in self._looks
-
-    def look(self, look: Look) -> None:
-        """Measure what the selectors of this layer need, and let them choose."""
-        layer = look.layer.layer_id
-        for chunk in self._looks[layer]:
-            self._choose(chunk, layer, look)
+        """What the forward has cost, in rows that run through all layers."""
+        rows = self.computed_rows()
+        pairs = sum(a * b for a, b in zip(rows, self.kv_lengths, strict=True))
+        return Load(round(sum(rows)), round(pairs))
 
     def _choose(self, chunk: Chunk, layer: int, look: Look) -> None:
         choice, plan = chunk.choice, chunk.plan
@@ -162,7 +176,6 @@ class RowProgram:
         chunk.scores = scores
         chosen = choose(choice.selector, plan, scores, settings)
         chunk.recompute = (chosen & measured.active) | chunk.over_limit
-        self._drops.setdefault(layer + 1, []).append(chunk)
 
     def _measure(self, chunk: Chunk, choice: Choice, plan: ReusePlan, look: Look) -> _Measured:
         """Signals of the matched tokens that still run."""

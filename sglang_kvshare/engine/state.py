@@ -42,6 +42,7 @@ class RequestState:
         pending: how the tokens of ``placement`` that are recomputed will be chosen, where that is
             not known yet.
         recomputed_tokens: of this prefill, chosen in its forwards.
+        computed_rows: rows that ran in this prefill, as a mean over layers.
         fell_back: a chunk of this prefill had to be chosen without measuring.
         deviation: measured in this prefill; ``None`` while it was not.
         branch_tokens: tokens of this prefill's prefix that came from an approximate branch.
@@ -59,6 +60,7 @@ class RequestState:
     placement: Placement | None = None
     pending: Pending | None = None
     recomputed_tokens: int = 0
+    computed_rows: float = 0.0
     fell_back: bool = False
     deviation: float | None = None
     donor_locks: list[Any] = field(default_factory=list)
@@ -87,6 +89,7 @@ class RequestState:
         self.placed = []
         self.pending = None
         self.recomputed_tokens = 0
+        self.computed_rows = 0.0
         self.fell_back = False
         self.deviation = None
         self.generation = generation

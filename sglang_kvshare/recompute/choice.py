@@ -30,8 +30,9 @@ class Choice:
 
     @property
     def dense_layers(self) -> int:
-        """Layers that run for every row."""
-        return self.check_layers[-1] + 1 if self.check_layers else 0
+        """Layers that run for every row; of the last check layer little more than keys and values
+        does."""
+        return self.check_layers[-1] if self.check_layers else 0
 
 
 def fitted(

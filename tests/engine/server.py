@@ -265,6 +265,9 @@ def check_counts(answer: Answer, prompt_tokens: int) -> None:
     # The last token is never matched, and never part of a prefix: its logits are asked for.
     assert report["new_tokens"] >= 1, report
     assert report["refreshed_tokens"] == 0, report
+    # Of the probe pass at most 128 rows run twice.
+    fewest = report["new_tokens"]
+    assert fewest <= report["computed_rows"] <= prompt_tokens + 128, report
     assert report["prefix_tokens"] == answer.cached, (report, answer.cached)
     assert answer.meta["cached_tokens_details"]["device"] == answer.cached, answer.meta
     assert report["decision"] in ("reuse", "none"), report

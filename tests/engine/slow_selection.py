@@ -46,6 +46,14 @@ class Case:
         spare = set(self.placed) - self.forced
         return [p for p in range(len(self.prompt)) if p not in spare][-MOST_LOOKERS:]
 
+    @property
+    def probe_rows(self) -> list[int]:
+        """Behind the last span, or the tail where that reaches into it."""
+        end = len(self.prompt)
+        last = self.matches[-1]
+        start = min(last.start + last.length, end - max(1, self.tail_tokens))
+        return list(range(max(start, end - MOST_LOOKERS), end))
+
     def moved(self, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key (not rotated) and value of the donor."""
         donor, source = self.placed[position]
@@ -109,11 +117,8 @@ class Case:
     def probe_attention(self) -> dict[int, float]:
         """A pass of the rows behind the last span over what has keys by then."""
         reference, model = self.reference, self.reference.model
-        end = len(self.prompt)
-        last = self.matches[-1]
-        start = min(last.start + last.length, end - max(1, self.tail_tokens))
-        start = max(start, end - MOST_LOOKERS)
-        rows = list(range(start, end))
+        rows = self.probe_rows
+        start = rows[0]
         seen = sorted(p for p in self.placed if p < start) + rows
         hidden = reference.weights["model.embed_tokens.weight"][
             torch.tensor([self.prompt[p] for p in rows])

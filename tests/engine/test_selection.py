@@ -71,6 +71,11 @@ def test_a_selection_equals_its_slow_definition(server, references, name, ratio)
     assert answer.counts == (0, len(spared), matched - len(spared), len(prompt) - matched)
     assert answer.report["selector"] == settings["selector"]
     layer = CHECK + 1 if checks else narrow_layer(server)
+    # What it cost: layers before the choice run for all rows, and probe rows twice.
+    dense, layers = CHECK if checks else narrow_layer(server), case.reference.model.layers
+    kept = (dense * len(prompt) + (layers - dense) * (len(prompt) - len(spared))) / layers
+    probes = case.probe_rows if name in ("query", "dhd by probes") else []
+    assert answer.report["computed_rows"] == pytest.approx(kept + len(probes), abs=0.06)
     row = case.reference.approximate(prompt, spared, layer)
     assert largest_difference(answer, case.reference, row) < ROUNDING
     # Positive control: another choice of as many tokens gives another result.

@@ -294,7 +294,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         else:
             assert not placed or self.faulty
             placed = set()
-        _finish(batch, chunks)
+        _finish(batch, chunks, batch.extend_lens)
         depth = max((self.written[int(slot)].depth for slot in row[:start]), default=0)
         for position in range(start, end):
             slot, token = int(row[position]), req.full_untruncated_fill_ids[position]

@@ -117,4 +117,5 @@ def test_the_report_counts_the_whole_prompt_and_is_plain_data():
         "decision",
         "reason",
         "selector",
+        "computed_rows",
     }

@@ -217,7 +217,7 @@ def test_a_choice_waits_for_what_its_selector_needs(name, attention, probes, che
     made = choice(name, attention)
     assert (made.probes, made.check_layers) == (probes, check_layers)
     assert made.waits == bool(probes or check_layers)
-    assert made.dense_layers == (2 if check_layers else 0)
+    assert made.dense_layers == (1 if check_layers else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
