@@ -129,6 +129,19 @@ class KVShareConfig:
         "that spare min_saved_tokens.",
         choices=("measured", "off"),
     )
+    refresh_tokens: int = _option(
+        0,
+        "Reused prompt tokens of a request that a decode step recomputes, the most important "
+        "first. 0: none.",
+        low=0,
+        high=64,
+    )
+    refresh_slowdown: float = _option(
+        0.05,
+        "Share of the decode time that refreshing may add, by measured times.",
+        low=0.0,
+        high=1e9,
+    )
     max_donors_per_window: int = _option(
         8,
         "How many cached places of one window are looked at, the most recent first.",

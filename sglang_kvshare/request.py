@@ -41,6 +41,7 @@ class RequestOptions:
     attention: str = "probe_pass"
     check_layers: str = "1"
     max_deviation: float = 1e9
+    refresh_tokens: int = 0
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
 
@@ -183,6 +184,7 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
         attention=_choice(raw, "attention", config.attention, ATTENTION_SOURCES),
         check_layers=_layers(raw, config.check_layers),
         max_deviation=_share(raw, "max_deviation", config.max_deviation, most=1e9),
+        refresh_tokens=_count(raw, "refresh_tokens", config.refresh_tokens, most=64),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
         tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
     )
@@ -214,6 +216,16 @@ def _share(raw: Mapping[str, Any], key: str, default: float, most: float = 1.0) 
             f"custom_params.{PARAMS_KEY}.{key}={value!r}: allowed are numbers from 0 to {most:g}"
         )
     return float(value)
+
+
+def _count(raw: Mapping[str, Any], key: str, default: int, most: int) -> int:
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.{key}={value!r}: "
+            f"allowed are whole numbers from 0 to {most}"
+        )
+    return value
 
 
 def _layers(raw: Mapping[str, Any], default: str) -> str:

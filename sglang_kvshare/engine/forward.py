@@ -23,12 +23,15 @@ from sglang_kvshare.engine.kept_rows import Extend
 from sglang_kvshare.engine.narrowing import narrowed
 from sglang_kvshare.engine.placement import DonorCopy, Placer
 from sglang_kvshare.engine.probe_pass import probes_of, run_probes
+from sglang_kvshare.engine.refresh import refresh_of, refreshing
 from sglang_kvshare.engine.row_program import Chunk, RowProgram
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model
 from sglang_kvshare.plan import Placement
+from sglang_kvshare.recompute.refresh_queue import RefreshQueue
 from sglang_kvshare.scheduling.forward_cost import Load, total
+from sglang_kvshare.scheduling.refresh_pace import RefreshPace
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class WorkerParts:
     first_layer: int
     layers: int
     stopwatch: Stopwatch
+    pace: RefreshPace
 
 
 def prepare_worker(worker: Any, config: KVShareConfig) -> None:
@@ -67,7 +71,11 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
     first_layer = min(config.narrow_layer, len(layers) - 1)
     placer = Placer(runner.token_to_kv_pool, layers)
     worker.kvshare_parts = WorkerParts(
-        placer, first_layer, len(layers), Stopwatch(str(runner.device))
+        placer,
+        first_layer,
+        len(layers),
+        Stopwatch(str(runner.device)),
+        RefreshPace(config.refresh_slowdown, runner.max_running_requests),
     )
 
 
@@ -89,7 +97,11 @@ def forward_batch_generation(
 ) -> Any:
     """Hook of ``TpModelWorker.forward_batch_generation``."""
     parts: WorkerParts | None = getattr(self, "kvshare_parts", None)
-    if parts is None or batch is None or not batch.forward_mode.is_extend_without_speculative():
+    if parts is None or batch is None:
+        return original(self, batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        return _decode(original, self, parts, batch, *args, **kwargs)
+    if not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
     chunks = _place_or_miss(parts, batch)
     if any(chunk.placement.reused_tokens for chunk in chunks):
@@ -116,6 +128,39 @@ def forward_batch_generation(
     _finish(batch, chunks, batch.extend_lens)
     with parts.stopwatch.measure(_telling(batch, None)):
         return original(self, batch, *args, **kwargs)
+
+
+def _decode(
+    original: Any, worker: Any, parts: WorkerParts, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A decode step, with rows that refresh prompt tokens where that is asked for."""
+    try:
+        refresh = refresh_of(batch, parts.pace)
+    except Exception:
+        logger.exception("KVShare could not choose what to refresh; the step decodes alone")
+        _no_refresh(batch)
+        refresh = None
+    rows = 0 if refresh is None else refresh.rows
+    requests = len(batch.reqs)
+    with parts.stopwatch.measure(lambda ms: parts.pace.observe(requests, rows, ms)):
+        if refresh is None or not (rows or refresh.looks):
+            return original(worker, batch, *args, **kwargs)
+        try:
+            with refreshing(worker.model_runner, refresh, parts.layers):
+                result = original(worker, batch, *args, **kwargs)
+            refresh.note(batch)
+            return result
+        except Exception:
+            # The rows of the requests are as they were, and their tokens were not sampled yet.
+            logger.exception("KVShare's refresh failed; the step decodes alone")
+            _no_refresh(batch)
+            return original(worker, batch, *args, **kwargs)
+
+
+def _no_refresh(batch: Any) -> None:
+    batch.tree_cache.fault("refresh")
+    for state in filter(None, map(state_of, batch.reqs)):
+        state.queue = None
 
 
 def _telling(batch: Any, program: RowProgram | None) -> Callable[[float], None]:
@@ -195,14 +240,18 @@ def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> 
         assert state is not None
         placed_all = _is_placed(state.placement, chunk.placement)
         state.note_placed(chunk.spared, chunk.deviation)
+        if state.options.refresh_tokens > 0:
+            state.left_over.append(chunk.left_over)
         if placed_all:
             batch.tree_cache.release(state)
     lengths = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, computed_rows, strict=True)
     for req, start, count, rows in lengths:
         state = state_of(req)
-        if state is not None:
-            state.computed_rows += rows
-        if state is not None and start + count >= len(req.full_untruncated_fill_ids):
+        if state is None:
+            continue
+        state.computed_rows += rows
+        if start + count >= len(req.full_untruncated_fill_ids):
+            state.queue = RefreshQueue.of(state.left_over) if state.left_over else None
             settle(state, batch.tree_cache.metrics)
 
 

@@ -17,7 +17,7 @@ def cached_tokens_details(original: Any, self: Any, req: Any) -> dict[str, Any]:
     """Hook: SGLang's own details with ours beside them, present even when all are zero."""
     details = original(self, req) or {"device": 0, "host": 0}
     state = state_of(req)
-    report = ReuseReport(reason="unsupported_request") if state is None else state.report
+    report = ReuseReport(reason="unsupported_request") if state is None else state.told()
     # SGLang has counted a branch as a prefix here; what is approximate never counts as cached.
     exact = {"device": req.cached_tokens}
     return {**details, **exact, PARAMS_KEY: report.to_dict()}

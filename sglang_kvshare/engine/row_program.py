@@ -22,6 +22,7 @@ from sglang_kvshare.engine.kept_rows import Extend, KeptRows
 from sglang_kvshare.engine.narrowing import Look
 from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
 from sglang_kvshare.recompute.choice import Choice
+from sglang_kvshare.recompute.refresh_queue import LeftOver
 from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
 from sglang_kvshare.scheduling.forward_cost import Load
 
@@ -41,6 +42,7 @@ class Chunk:
         choice: how to choose among them in the forward; ``None`` when that is done.
         plan: the part of the plan that ``placement`` holds.
         recompute: bool, of ``placement``: the tokens that are computed all the same.
+        weights: of ``placement``: how far each value was off at the first check layer.
         scores: of ``placement``: how much each would be worth recomputing.
         deviation: measured, of the values at the first check layer, as a share of their size.
     """
@@ -54,6 +56,7 @@ class Chunk:
     plan: ReusePlan | None = None
     attention: np.ndarray | None = None
     scores: np.ndarray | None = None
+    weights: np.ndarray | None = None
     deviation: float | None = None
     over_limit: BoolArray | None = field(default=None, repr=False)
 
@@ -61,6 +64,16 @@ class Chunk:
     def rows(self) -> Int64Array:
         """Rows of the batch that hold the matched tokens."""
         return self.placement.positions + (self.row - self.start)
+
+    @property
+    def left_over(self) -> LeftOver:
+        """What the decode stage may recompute."""
+        left = ~self.recompute
+        return LeftOver(
+            self.placement.positions[left],
+            None if self.scores is None else self.scores[left],
+            None if self.weights is None else self.weights[left],
+        )
 
     @property
     def spared(self) -> Placement:
@@ -165,6 +178,7 @@ class RowProgram:
         measured = self._measure(chunk, choice, plan, look)
         if chunk.over_limit is None:
             chunk.deviation = measured.deviation
+            chunk.weights = measured.signals.value_l1
             chunk.over_limit = measured.over_limit(plan, choice.max_deviation)
         step = choice.check_layers.index(layer) + 1
         last = step == len(choice.check_layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
 from sglang_kvshare.recompute.choice import Choice
+from sglang_kvshare.recompute.refresh_queue import LeftOver, RefreshQueue
 from sglang_kvshare.request import RequestOptions, ReuseReport
 
 _ATTRIBUTE = "_kvshare"
@@ -43,6 +44,11 @@ class RequestState:
             not known yet.
         recomputed_tokens: of this prefill, chosen in its forwards.
         computed_rows: rows that ran in this prefill, as a mean over layers.
+        left_over: of each chunk of this prefill, what was reused and not recomputed, if it is to be
+            refreshed.
+        queue: reused tokens that are recomputed while the request decodes.
+        refreshed_tokens: those that were.
+        decode_steps: since the queue was made.
         fell_back: a chunk of this prefill had to be chosen without measuring.
         deviation: measured in this prefill; ``None`` while it was not.
         branch_tokens: tokens of this prefill's prefix that came from an approximate branch.
@@ -61,6 +67,10 @@ class RequestState:
     pending: Pending | None = None
     recomputed_tokens: int = 0
     computed_rows: float = 0.0
+    left_over: list[LeftOver] = field(default_factory=list)
+    queue: RefreshQueue | None = None
+    refreshed_tokens: int = 0
+    decode_steps: int = 0
     fell_back: bool = False
     deviation: float | None = None
     donor_locks: list[Any] = field(default_factory=list)
@@ -73,6 +83,10 @@ class RequestState:
     lost_because: str = "donor_evicted"
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
+
+    def told(self) -> ReuseReport:
+        """The report, with what the request has refreshed until now."""
+        return replace(self.report, refreshed_tokens=self.refreshed_tokens)
 
     @property
     def placed_tokens(self) -> int:
@@ -90,6 +104,9 @@ class RequestState:
         self.pending = None
         self.recomputed_tokens = 0
         self.computed_rows = 0.0
+        self.queue = None
+        self.left_over = []
+        self.decode_steps = 0
         self.fell_back = False
         self.deviation = None
         self.generation = generation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reference import Reference, Row, spared_positions
 from server import Answer, Server
 
@@ -11,20 +13,24 @@ def copy_of(row: Row) -> Row:
     return Row(list(row.tokens), list(row.keys), list(row.values), row.logits)
 
 
-def largest_difference(answer: Answer, reference: Reference, row: Row) -> float:
+def largest_difference(
+    answer: Answer, reference: Reference, row: Row, refresh: Sequence[Sequence[int]] = ()
+) -> float:
     """Of the log-probabilities that the server gave (its best 20 at every step).
 
-    Also checks that the server chose the best token, but for ties.
+    Also checks that the server chose the best token, but for ties. ``refresh``: positions that are
+    recomputed beside each decoded token.
     """
     row = copy_of(row)
     worst = 0.0
     assert answer.ids
-    for token, chosen, top in zip(answer.ids, answer.logprobs, answer.top, strict=True):
+    steps = zip(answer.ids, answer.logprobs, answer.top, strict=True)
+    for number, (token, chosen, top) in enumerate(steps):
         expected = row.logprobs()
         assert top[token] == chosen
         worst = max(worst, *(abs(float(expected[i]) - value) for i, value in top.items()))
         assert float(expected[token]) >= float(expected.max()) - 2e-3
-        reference.decode(row, token)
+        reference.decode(row, token, refresh[number] if number < len(refresh) else ())
     return worst
 
 

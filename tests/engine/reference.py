@@ -102,20 +102,24 @@ class Reference:
         assert int(active[-1]) == count - 1
         return Row(list(tokens), keys, values, self._logits(hidden[-1]))
 
-    def decode(self, row: Row, token: int) -> None:
-        """Feed one more token; the row grows."""
-        position = torch.tensor([len(row.tokens)])
+    def decode(self, row: Row, token: int, refresh: Sequence[int] = ()) -> None:
+        """Feed one more token; the row grows. ``refresh``: positions that are computed again beside
+        it, their keys and values replaced in every layer before anything attends to them."""
+        at = torch.tensor([*refresh, len(row.tokens)])
         row.tokens.append(token)
-        hidden = self.weights["model.embed_tokens.weight"][token].unsqueeze(0)
+        hidden = self.weights["model.embed_tokens.weight"][
+            torch.tensor([row.tokens[p] for p in at.tolist()])
+        ]
         for layer in range(self.model.layers):
             normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
             query, key, value = self._qkv(layer, normed)
-            row.keys[layer] = torch.cat([row.keys[layer], self._keep(key, position)])
-            row.values[layer] = torch.cat([row.values[layer], self._quantised(value)])
+            one_more = row.keys[layer].new_zeros(1, *row.keys[layer].shape[1:])
+            row.keys[layer] = torch.cat([row.keys[layer], one_more])
+            row.values[layer] = torch.cat([row.values[layer], one_more])
+            row.keys[layer][at] = self._keep(key, at)
+            row.values[layer][at] = self._quantised(value)
             hidden = self._after_attention(
-                layer,
-                hidden,
-                self._attend(query, position, row.keys[layer], row.values[layer]),
+                layer, hidden, self._attend(query, at, row.keys[layer], row.values[layer])
             )
         row.logits = self._logits(hidden[-1])
 

@@ -7,7 +7,10 @@ import pytest
 from server import ServerConfig
 
 #: Any plan is carried out, so that small prompts do.
-EAGER = ("--kvshare-min-saved-tokens", "1", "--kvshare-gate", "off")
+EAGER = (
+    *("--kvshare-min-saved-tokens", "1", "--kvshare-gate", "off"),
+    *("--kvshare-refresh-slowdown", "1e9"),
+)
 ROOM = ("--max-total-tokens", "4096", "--max-running-requests", "24")
 #: A few prompts fill it: donors are evicted, and requests wait for memory.
 TIGHT = ("--max-total-tokens", "1024", "--max-running-requests", "24")
