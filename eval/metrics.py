@@ -165,6 +165,11 @@ def _contains(answer: str, gold: Sequence[str]) -> float:
     return max(map(float, _found(answer, gold)))
 
 
+def _avoids(answer: str, gold: Sequence[str]) -> float:
+    """For what an answer must not say."""
+    return 1.0 - _contains(answer, gold)
+
+
 def _found_share(answer: str, gold: Sequence[str]) -> float:
     return sum(_found(answer, gold)) / len(gold)
 
@@ -212,6 +217,7 @@ _METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "exact_match": _exact_match,
     "rouge_l": _rouge_l,
     "contains": _contains,
+    "avoids": _avoids,
     "last_number": _number_matches,
     "found_share": _found_share,
 }

@@ -22,21 +22,28 @@ _LINE_EVERY_S = 30.0
 _ESTIMATE_FROM_S = 600.0
 
 
+def bar(console: Console) -> Progress:
+    """Drawn on a terminal alone, and once a second: drawing must not delay a request."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=1,
+        speed_estimate_period=_ESTIMATE_FROM_S,
+        disable=not console.is_terminal,
+    )
+
+
 class Counting:
     """Counts what is done of several parts. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            speed_estimate_period=_ESTIMATE_FROM_S,
-            disable=not console.is_terminal,
-        )
+        self._progress = bar(console)
         self._tasks = {"all": self._progress.add_task("all", total=0)}
         self._total = 0
         self._done = self._before = 0

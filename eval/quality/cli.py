@@ -157,7 +157,9 @@ def quality(
         model=plain_command([model or tokenizer or "given by URL"]),
         # Behind a URL the tokenizer stands for the model.
         tokenizer=plain_command([tokenizer]) if model and tokenizer else None,
-        tasks=tuple(dict.fromkeys(task or tasks())),
+        tasks=tuple(
+            dict.fromkeys(task or [name for name, each in tasks().items() if each.by_default])
+        ),
         methods=tuple(m.name for m in parse_methods(method or default_methods())),
         cases=cases,
         seed=seed,

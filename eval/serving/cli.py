@@ -11,19 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from kvshare_eval.command_line import plain_command, plain_words
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import server_flags
 from kvshare_eval.loaders import DataSource
+from kvshare_eval.progress import bar
 from kvshare_eval.run_dir import RunDir, load_run
 from kvshare_eval.serving.plan import AUTO, Amount, make_specs, read_rates
 from kvshare_eval.serving.runner import Runner
@@ -181,7 +175,7 @@ def serving(
                 started_sides(names, model, flags, server_logs or Path(made))
             )
         stack.enter_context(run)
-        progress = stack.enter_context(_progress(console))
+        progress = stack.enter_context(bar(console))
         runner = Runner(
             running,
             sweep,
@@ -208,19 +202,6 @@ def _carry_out(runner: Runner, progress: Progress) -> None:
         done += count
         progress.update(task, completed=done)  # SGLang's client does not tell one by one
     progress.update(task, description=f"{len(windows)} windows done")
-
-
-def _progress(console: Console) -> Progress:
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    ]
-    # Once a second: drawing must not delay a request.
-    return Progress(*columns, console=console, refresh_per_second=1, speed_estimate_period=600)
 
 
 def _seconds(requests: int | None, seconds: float | None) -> float | None:

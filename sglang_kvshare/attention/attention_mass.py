@@ -51,24 +51,24 @@ def attend_and_weigh(
         scale: factor on the logits.
 
     Returns:
-        the output ``[rows, query_heads, value_dim]`` in the query's dtype, and the mass, fp32
-        ``[tokens]``, which sums to the number of rows.
+        the output ``[rows, query_heads, value_dim]`` in the query's dtype, and the mass by key
+        head, fp32 ``[kv_heads, tokens]``, all of which sums to the number of rows.
     """
     rows, heads, _ = query.shape
     out = query.new_empty((rows, heads, value.shape[2]))
-    mass = torch.zeros(key.shape[0], dtype=torch.float32, device=query.device)
+    mass = query.new_zeros((key.shape[1], key.shape[0]), dtype=torch.float32)
     values = value.float().movedim(0, 1)
     for block in _blocks(query, key, positions, scale):
         told = block.weights @ values[:, : block.seen]
         out[block.rows] = told.unflatten(1, (-1, _count(block.rows))).flatten(0, 1).movedim(0, 1)
-        mass[: block.seen] += block.weights.sum((0, 1)) / heads
+        mass[:, : block.seen] += block.weights.sum(1) / heads
     return out, mass
 
 
 def attention_mass(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """The mass of :func:`attend_and_weigh` alone: fp32 ``[tokens]``."""
+    """The mass of :func:`attend_and_weigh` alone, over all heads: fp32 ``[tokens]``."""
     mass = torch.zeros(key.shape[0], dtype=torch.float32, device=query.device)
     for block in _blocks(query, key, positions, scale):
         mass[: block.seen] += block.weights.sum((0, 1))

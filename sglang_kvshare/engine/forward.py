@@ -187,13 +187,14 @@ def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram) ->
         return
     try:
         probes = [probes_of(chunk) for chunk in wanting]
-        masses = run_probes(runner, batch, probes)
-        for chunk, part, mass in zip(wanting, probes, masses, strict=True):
+        seen = run_probes(runner, batch, probes)
+        for chunk, part, told in zip(wanting, probes, seen, strict=True):
             # Tokens behind the first probe row have no key but their own, and receive nothing.
-            chunk.attention = np.zeros(chunk.placement.reused_tokens)
             before = chunk.placement.positions < part.rows[0]
             at = np.searchsorted(part.seen, chunk.placement.positions[before])
-            chunk.attention[before] = mass[at]
+            chunk.attention, chunk.contribution = np.zeros((2, len(before)))
+            chunk.attention[before] = told.attention[at]
+            chunk.contribution[before] = told.contribution[at]
             program.probed(chunk, len(part.rows))
             program.decide(chunk)
     except Exception as error:

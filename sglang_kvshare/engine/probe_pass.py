@@ -60,12 +60,24 @@ def probes_of(chunk: Chunk) -> Probes:
     return Probes(chunk.request, rows, np.concatenate([cached, placed[placed < start], rows]))
 
 
-def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[np.ndarray]:
+@dataclass(frozen=True)
+class Seen:
+    """What the probes saw of each key, float64 ``[keys]``, summed over layers and rows.
+
+    Attributes:
+        attention: mean over heads of the attention that it received.
+        contribution: the same, each layer and key head times the L1 norm of the donor's value.
+    """
+
+    attention: np.ndarray
+    contribution: np.ndarray
+
+
+def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[Seen]:
     """Run the rows of ``probes`` through all layers.
 
     Returns:
-        for each of ``probes`` the attention mass over ``seen``, summed over layers and rows and
-        averaged over heads, float64 ``[len(seen)]``.
+        for each of ``probes`` what it saw of ``seen``.
     """
     attention = ProbeAttention(runner.attn_backend, probes)
     forward_batch = ForwardBatch.init_new(
@@ -80,7 +92,7 @@ def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[np.nda
         runner.forward(forward_batch)
     # The forward that follows is the one that tells the scheduler when shared memory is read.
     runner.shared_read_done_event = None
-    return [mass.double().cpu().numpy() for mass in attention.mass]
+    return [Seen(*(part.double().cpu().numpy() for part in told)) for told in attention.told]
 
 
 def _batch_of(batch: Any, probes: Sequence[Probes], runner: Any) -> Any:
@@ -139,7 +151,8 @@ class ProbeAttention:
         self._slots: list[torch.Tensor] | None = None
         # Where each row is among the keys that there are.
         self._ranks = [torch.from_numpy(np.searchsorted(part.seen, part.rows)) for part in probes]
-        self.mass = [torch.zeros(len(part.seen), dtype=torch.float32) for part in probes]
+        #: Attention and contribution, fp32 ``[2, keys]``.
+        self.told = [torch.zeros(2, len(part.seen), dtype=torch.float32) for part in probes]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -163,7 +176,7 @@ class ProbeAttention:
                 for slots, part in zip(rows, self._probes, strict=True)
             ]
             self._ranks = [ranks.to(q.device) for ranks in self._ranks]
-            self.mass = [mass.to(q.device) for mass in self.mass]
+            self.told = [told.to(q.device) for told in self.told]
         where = KVWriteLoc(forward_batch.out_cache_loc, None)
         self._reader.pool.set_kv_buffer(layer, where, k, v, *self._reader.scales(layer))
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -171,13 +184,15 @@ class ProbeAttention:
         begin = 0
         for number, (slots, ranks) in enumerate(zip(self._slots, self._ranks, strict=True)):
             part = slice(begin, begin + len(ranks))
+            values = self._reader.values(layer, slots, q.dtype)
             out[part], mass = attend_and_weigh(
                 queries[part],
                 self._reader.keys(layer, slots, q.dtype),
-                self._reader.values(layer, slots, q.dtype),
+                values,
                 ranks,
                 scale=layer.scaling,
             )
-            self.mass[number] += mass
+            size = values.float().abs().sum(2).T
+            self.told[number] += torch.stack([mass.sum(0), (mass * size).sum(0)])
             begin = part.stop
         return out.view(q.shape[0], -1)

@@ -55,10 +55,16 @@ class Chunk:
     choice: Choice | None = None
     plan: ReusePlan | None = None
     attention: np.ndarray | None = None
+    contribution: np.ndarray | None = None
     scores: np.ndarray | None = None
     weights: np.ndarray | None = None
     deviation: float | None = None
     over_limit: BoolArray | None = field(default=None, repr=False)
+
+    @property
+    def signals(self) -> Signals:
+        """What the probe pass saw."""
+        return Signals(attention=self.attention, contribution=self.contribution)
 
     @property
     def rows(self) -> Int64Array:
@@ -157,7 +163,7 @@ class RowProgram:
         assert plan is not None
         if choice.check_layers:
             return
-        chunk.scores = choice.selector.score(plan, Signals(attention=chunk.attention))
+        chunk.scores = choice.selector.score(plan, chunk.signals)
         chunk.recompute = choose(choice.selector, plan, chunk.scores, choice.settings)
         self._drops.setdefault(self._first_layer, []).append(chunk)
 
@@ -214,13 +220,13 @@ class RowProgram:
             return told
 
         change_k, change_v = old_k - fresh_k, old_v - fresh_v
-        signals = Signals(
-            attention=chunk.attention,
+        signals = replace(
+            chunk.signals,
             value_l1=spread(change_v.abs().sum((1, 2))),
             value_l2=spread(change_v.square().sum((1, 2))),
             key_l2=spread(change_k.square().sum((1, 2))),
+            value_size=spread(fresh_v.abs().sum((1, 2))),
         )
-        size = spread(fresh_v.abs().sum((1, 2)))
         wants = choice.selector.needs
         if (Need.ATTENTION in wants and not choice.probes) or Need.INFLUENCE in wants:
             # The rows that are not reused, or will be computed in any case; the last of them.
@@ -248,7 +254,7 @@ class RowProgram:
                 told = attention_mass(query, keys, seen, scale=scale)
                 picked = told.index_select(0, on_device(candidates))
                 signals = replace(signals, attention=spread(picked))
-        return _Measured(signals, active, size)
+        return _Measured(signals, active)
 
     def _running(self, chunk: Chunk) -> tuple[Int64Array, slice]:
         """Positions of the request's rows that run, and where they are among all that do."""
@@ -262,27 +268,30 @@ class RowProgram:
 
 @dataclass(frozen=True)
 class _Measured:
-    """``active`` marks the matched tokens that still run; ``size`` is the L1 norm of their fresh
-    values, 0 for the others."""
+    """``active`` marks the matched tokens that still run; of the others all is 0."""
 
     signals: Signals
     active: BoolArray
-    size: np.ndarray
 
     @property
     def deviation(self) -> float:
+        off, size = self._values()
+        return float(off.sum() / max(size.sum(), 1e-30))
+
+    def _values(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.signals.value_l1 is not None
-        return float(self.signals.value_l1.sum() / max(self.size.sum(), 1e-30))
+        assert self.signals.value_size is not None
+        return self.signals.value_l1, self.signals.value_size
 
     def over_limit(self, plan: ReusePlan, limit: float) -> BoolArray:
         """Tokens of the spans whose values are off by more than ``limit`` of their size."""
-        assert self.signals.value_l1 is not None
+        off, size = self._values()
         marked = np.zeros(len(self.active), dtype=np.bool_)
         begin = 0
         for span in plan.spans:
             part = slice(begin, begin + span.length)
             # Written so that a deviation that is not a number is over the limit.
-            if not self.signals.value_l1[part].sum() <= limit * self.size[part].sum():
+            if not off[part].sum() <= limit * size[part].sum():
                 marked[part] = True
             begin += span.length
         return marked

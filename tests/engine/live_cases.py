@@ -56,6 +56,23 @@ def a_permuted_passage_is_reused(bench: Bench) -> None:
     machine.teardown()
 
 
+def tokens_are_chosen_in_the_forward_and_refreshed_in_decoding(bench: Bench) -> None:
+    """Positive control of both: one alone, and one that another one matches meanwhile."""
+    machine = machine_on(bench)
+    machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
+    machine.run_until_idle()
+    refreshed, chosen = bench.counts["refreshed tokens"], bench.counts["selector query"]
+    settings = options(selector="query", recompute_ratio=0.2, refresh_tokens=4) | {"n_new": 12}
+    for glue in (5, 7):
+        machine.arrive_with_passages(DONOR[::-1], glue=glue, question=2, settings=settings)
+    machine.run_until_idle()
+    assert bench.counts["refreshed tokens"] > refreshed + 20
+    # Where it does not fit into one chunk, the early ones fall back.
+    fell_back = bench.counts["selector query+seams"]
+    assert bench.counts["selector query"] + fell_back >= chosen + 1
+    machine.teardown()
+
+
 def an_approximation_never_serves_as_exact(bench: Bench) -> None:
     """The same prompt, and the turn that follows it, right after it was served approximately."""
     machine = machine_on(bench)
@@ -142,6 +159,7 @@ def new_weights_while_paused(bench: Bench) -> None:
 
 CASES = (
     a_permuted_passage_is_reused,
+    tokens_are_chosen_in_the_forward_and_refreshed_in_decoding,
     an_approximation_never_serves_as_exact,
     *(abort_in(state, ratio=0.0) for state in STATES),
     abort_in("chunked", ratio=1.0),

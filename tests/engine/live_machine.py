@@ -48,7 +48,7 @@ FAULTS = (
 
 def tiny(number: int) -> TinyModel:
     """Models that differ in their weights only."""
-    shape = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
+    shape = {"layers": 3, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
     return TinyModel("LlamaForCausalLM", "llama", seed=11 + number, head_dim=16, **shape)
 
 
@@ -116,6 +116,7 @@ def build(config: LiveConfig, folder: Path) -> Bench:
             narrow_layer=config.narrow_layer,
             # Tiny models gain nothing; what is tried here must not hang on the clock.
             gate="off",
+            refresh_slowdown=1e9,
         ),
         page_size=config.page_size,
         max_total_tokens=config.pool,
@@ -165,6 +166,13 @@ MODES = st.sampled_from(
     [
         *({"recompute_ratio": 0.0}, {"recompute_ratio": 0.3}, {}) * 2,
         *({"recompute_ratio": 1.0}, {"reuse": "exact_prefix"}, {"reuse": "off"}),
+        # What is chosen in the forward, what is refreshed while decoding, what stays out of the
+        # cache.
+        {"recompute_ratio": 0.3, "selector": "dhd"},
+        {"recompute_ratio": 0.3, "selector": "query", "refresh_tokens": 3},
+        {"recompute_ratio": 0.0, "refresh_tokens": 4},
+        {"recompute_ratio": 0.3, "selector": "dhd", "attention": "check_layer", "publish": False},
+        {"recompute_ratio": 1.0, "selector": "dhd", "refresh_tokens": 2},
     ]
 )
 SETTINGS = st.fixed_dictionaries(
@@ -423,8 +431,9 @@ class LiveMachine(RuleBasedStateMachine):
             self.check_report(sent, got)
         if got.ids and sent.exact and sent.model is not None:
             self.check_text(sent, got)
-        # What outlived a flush was computed again after it, and is cached now.
-        self.said.append((sent, got.ids))
+        if sent.kvshare.get("publish", True):
+            # What outlived a flush was computed again after it, and is cached now.
+            self.said.append((sent, got.ids))
 
     def check_report(self, sent: Sent, got: Finished) -> None:
         report, total = got.report, len(sent.prompt)
@@ -447,6 +456,10 @@ class LiveMachine(RuleBasedStateMachine):
         self.counts[f"reason {report['reason']}"] += 1
         self.counts["prefix tokens"] += prefix
         self.counts["reused tokens"] += reused
+        self.counts["refreshed tokens"] += report["refreshed_tokens"]
+        self.counts[f"selector {report['selector']}"] += 1
+        assert report["refreshed_tokens"] <= reused or got.retractions, got
+        assert not report["refreshed_tokens"] or "refresh_tokens" in sent.kvshare, got
         if sent.fresh:
             self.check_sources(sent, got, prefix, reused + recomputed)
 
@@ -463,6 +476,7 @@ class LiveMachine(RuleBasedStateMachine):
             if (rid := req.rid) != sent.rid
             and rid in self.sent
             and self.sent[rid].domain == sent.domain
+            and self.sent[rid].kvshare.get("publish", True)
         ]
         longest = max((common(sent.prompt, other) for other in known), default=0)
         assert prefix <= longest, (sent, prefix, longest)

@@ -72,6 +72,11 @@ class Case:
             for p in self.placed
         }
 
+    def relative(self, layer: int) -> dict[int, float]:
+        """Of the fresh value's size."""
+        off = self.value_l1(layer)
+        return {p: off[p] / float(self.fresh(layer, p)[1].abs().sum()) for p in self.placed}
+
     def value_l2(self, layer: int) -> dict[int, float]:
         return {
             p: float((self.moved(layer, p)[1] - self.fresh(layer, p)[1]).square().sum())
@@ -115,7 +120,14 @@ class Case:
         return told
 
     def probe_attention(self) -> dict[int, float]:
-        """A pass of the rows behind the last span over what has keys by then."""
+        return self._probed()[0]
+
+    def contribution(self) -> dict[int, float]:
+        return self._probed()[1]
+
+    def _probed(self) -> tuple[dict[int, float], dict[int, float]]:
+        """A pass of the rows behind the last span over what has keys by then: the attention of each
+        reused token, and that times the size of its value, layer by layer and head by head."""
         reference, model = self.reference, self.reference.model
         rows = self.probe_rows
         start = rows[0]
@@ -123,7 +135,7 @@ class Case:
         hidden = reference.weights["model.embed_tokens.weight"][
             torch.tensor([self.prompt[p] for p in rows])
         ]
-        mass = dict.fromkeys(self.placed, 0.0)
+        mass, taken_up = dict.fromkeys(self.placed, 0.0), dict.fromkeys(self.placed, 0.0)
         group = model.heads // model.kv_heads
         for layer in range(model.layers):
             normed = reference._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
@@ -146,9 +158,11 @@ class Case:
             for index, p in enumerate(seen):
                 if p < start:
                     mass[p] += float(weights[:, :, index].sum()) / model.heads
+                    sizes = stacked_v[index].abs().sum(1)
+                    taken_up[p] += float((weights[:, :, index] * sizes).sum()) / model.heads
             out = torch.einsum("qhk,khd->qhd", weights, stacked_v).reshape(len(rows), -1)
             hidden = reference._after_attention(layer, hidden, out)
-        return mass
+        return mass, taken_up
 
     # --- choice ---------------------------------------------------------------------------------
 

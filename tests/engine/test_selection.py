@@ -21,6 +21,12 @@ def by(selector, attention="probe_pass"):
 #: settings -> (scores, whether they need the check layer)
 SCORES = {
     "query": (by("query"), lambda case: case.probe_attention(), False),
+    "contribution": (by("contribution"), lambda case: case.contribution(), False),
+    "dhd_relative": (
+        by("dhd_relative"),
+        lambda case: times(case.contribution(), case.relative(CHECK)),
+        True,
+    ),
     "dhd by probes": (
         by("dhd"),
         lambda case: times(case.probe_attention(), case.value_l1(CHECK)),
@@ -74,7 +80,8 @@ def test_a_selection_equals_its_slow_definition(server, references, name, ratio)
     # What it cost: layers before the choice run for all rows, and probe rows twice.
     dense, layers = CHECK if checks else narrow_layer(server), case.reference.model.layers
     kept = (dense * len(prompt) + (layers - dense) * (len(prompt) - len(spared))) / layers
-    probes = case.probe_rows if name in ("query", "dhd by probes") else []
+    probing = ("query", "contribution", "dhd by probes", "dhd_relative")
+    probes = case.probe_rows if name in probing else []
     assert answer.report["computed_rows"] == pytest.approx(kept + len(probes), abs=0.06)
     row = case.reference.approximate(prompt, spared, layer)
     assert largest_difference(answer, case.reference, row) < ROUNDING

@@ -51,10 +51,14 @@ def test_mass_and_output_equal_their_definition(rows, others, seed):
     out, mass = attend_and_weigh(*tensors, scale=scale)
     expected_out, expected_mass = slow(*given_)
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(mass, expected_mass, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mass.sum(0), expected_mass, atol=1e-5, rtol=1e-4)
     assert float(mass.sum()) == pytest.approx(rows, rel=1e-4)
-    query, key, _, positions = tensors
-    torch.testing.assert_close(attention_mass(query, key, positions, scale=scale), mass)
+    query, key, value, positions = tensors
+    torch.testing.assert_close(attention_mass(query, key, positions, scale=scale), mass.sum(0))
+    # By key head: those of one group of query heads alone.
+    group = query.shape[1] // key.shape[1]
+    _, alone = slow(query[:, :group], key[:, :1], value[:, :1], positions, scale)
+    torch.testing.assert_close(mass[0], alone * group / query.shape[1], atol=1e-5, rtol=1e-4)
 
 
 def test_the_output_is_that_of_the_attention_it_stands_for():
@@ -66,8 +70,8 @@ def test_the_output_is_that_of_the_attention_it_stands_for():
 def test_a_key_that_no_row_sees_receives_nothing():
     query, key, value, _, scale = case(3, 50)
     _, mass = attend_and_weigh(query, key, value, torch.tensor([4, 9, 30]), scale=scale)
-    assert (mass[31:] == 0).all()
-    assert (mass[:31] > 0).all()
+    assert (mass[:, 31:] == 0).all()
+    assert (mass[:, :31] > 0).all()
 
 
 def test_influence_is_what_a_small_change_does():

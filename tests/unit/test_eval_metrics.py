@@ -78,6 +78,8 @@ def test_scores_equal_the_references(answer, gold):
         ("contains", "In 1976.", ["7", "1976"], 1),
         ("contains", "B", ["A"], 0),
         ("contains", "A", ["A"], 1),
+        ("avoids", "B", ["A"], 1),
+        ("avoids", "It is Octopus.", ["octopus"], 0),
         ("found_share", "8231, 77 and 12", ["8231", "12", "9"], 2 / 3),
         ("found_share", "none", ["8231", "12"], 0),
     ],

@@ -66,7 +66,7 @@ def test_whether_anything_may_be_spared():
     [
         ({"reuse": "on"}, "reuse='on': allowed are off, exact_prefix, approximate"),
         ({"reuse": None}, "reuse=None: allowed are"),
-        ({"selector": "best"}, "selector='best': allowed are all, deviation, dhd, "),
+        ({"selector": "best"}, "selector='best': allowed are all, contribution, "),
         ({"attention": "query"}, "attention='query': allowed are probe_pass, check_layer"),
         ({"check_layers": 0}, "check_layers=0: allowed are ascending layer numbers from 1 on"),
         ({"check_layers": [1, 2]}, "check_layers=[1, 2]: allowed are ascending layer numbers"),

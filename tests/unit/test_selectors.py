@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -28,15 +29,8 @@ from sglang_kvshare.recompute.selectors import (
 pytestmark = pytest.mark.unit
 
 NAMES = (
-    "all",
-    "deviation",
-    "dhd",
-    "influence",
-    "key_deviation",
-    "none",
-    "query",
-    "random",
-    "seams",
+    *("all", "contribution", "deviation", "dhd", "dhd_relative", "influence", "key_deviation"),
+    *("none", "query", "random", "seams"),
 )
 #: Of a score taken from the list by position: ties are met.
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]), min_size=200, max_size=200)
@@ -50,8 +44,9 @@ SETTINGS = st.builds(
 
 
 def signals(plan, seed=0):
-    values = np.random.default_rng(seed).random((5, plan.matched_tokens))
-    return Signals(*values)
+    names = [field.name for field in dataclasses.fields(Signals)]
+    values = np.random.default_rng(seed).random((len(names), plan.matched_tokens))
+    return Signals(**dict(zip(names, values, strict=True)))
 
 
 def slow_forced(plan, settings):
@@ -124,6 +119,7 @@ def test_scores_are_what_the_papers_say(plan):
         "key_deviation": given_.key_l2,
         "query": given_.attention,
         "influence": given_.influence,
+        "contribution": given_.contribution,
     }
     for name, scores in expected.items():
         assert selector_named(name).score(plan, given_).tolist() == scores.tolist()
@@ -170,7 +166,7 @@ def test_chance_is_fair_and_the_same_for_the_same_plan():
 
 def test_the_registry_names_what_it_knows():
     assert selector_names() == NAMES
-    with pytest.raises(ValueError, match="'best': allowed are all, deviation"):
+    with pytest.raises(ValueError, match="'best': allowed are all, contribution, dev"):
         selector_named("best")
     with pytest.raises(ValueError, match="registered already"):
         register_selector("seams", source="here")(lambda plan, signals: np.zeros(0))
@@ -178,7 +174,7 @@ def test_the_registry_names_what_it_knows():
 
 def test_every_selector_has_a_file_and_says_where_it_comes_from():
     files = {path.stem for path in Path(selectors.__path__[0]).glob("*.py")}
-    assert len(files) >= 3 + len(NAMES) - 1
+    assert len(files) >= 3 + len(NAMES) - 2
     for name in NAMES:
         selector = selector_named(name)
         assert selector.source

@@ -25,6 +25,8 @@ NAMES = (
     "support",
     "variables",
 )
+#: Measured only when they are named.
+NAMED_ONLY = ("poison",)
 #: Their answers are worked out, and stand nowhere.
 WORKED_OUT = ("gsm8k", "sentences")
 NOTHING = DataSource()
@@ -58,7 +60,8 @@ def common_prefix_words(one: Prompt, other: Prompt) -> int:
 
 
 def test_all_tasks_are_found_and_say_what_they_do() -> None:
-    assert tuple(tasks()) == NAMES
+    assert tuple(sorted((*NAMES, *NAMED_ONLY))) == tuple(tasks())
+    assert {name for name, task in tasks().items() if not task.by_default} == set(NAMED_ONLY)
     for task in tasks().values():
         assert task.metric in METRICS
         assert task.doc.endswith(".")

@@ -317,3 +317,20 @@ def test_retrieval_by_rare_words() -> None:
     assert index.best("Where is my pin?", 2) == [3, 1]
     assert index.best("card PIN", 1) == [1]
     assert index.best("nothing of this", 4) == [0, 1, 2, 3]  # equal: in their order
+
+
+def test_poison_puts_the_attack_into_the_history_alone(pairs: DataSource) -> None:
+    groups = make("poison:questions=2,preambles=3", pairs)
+    assert len(groups) == 6
+    for group in groups:
+        (attack,) = map(text, group.history)
+        for case in group.cases:
+            (payload,) = case.answers
+            assert attack.count(payload) == 3 * 6
+            assert payload not in text(case.prompt)
+            shared = text(case.prompt).split("\n\n")[1]
+            # What the victim reuses is, word for word, what the attacker has sent.
+            assert f"\n\n{shared}\n\n" in attack
+            assert len(shared) > 40
+    assert len({group.cases[0].answers for group in groups}) > 1
+    assert make("poison", pairs, seed=1) != make("poison", pairs, seed=2)

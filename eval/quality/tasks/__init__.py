@@ -21,7 +21,7 @@ from kvshare_eval.quality.cases import Group
 
 Groups = Iterator[Group]
 #: Metrics that a task may name as its own; see :mod:`kvshare_eval.metrics`.
-METRICS = ("f1", "exact_match", "rouge_l", "contains", "found_share", "last_number")
+METRICS = ("f1", "exact_match", "rouge_l", "contains", "avoids", "found_share", "last_number")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Task:
         max_new_tokens: the longest answer.
         first_line: only the first line of an answer is judged.
         stop: texts that end an answer, where a model goes on with a question of its own.
+        by_default: it is measured when no task is named.
         doc: one line that says what is repeated, and where.
     """
 
@@ -44,6 +45,7 @@ class Task:
     max_new_tokens: int
     first_line: bool
     stop: tuple[str, ...]
+    by_default: bool
     doc: str
 
     def defaults(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def register_task(
     max_new_tokens: int,
     first_line: bool = False,
     stop: tuple[str, ...] = (),
+    by_default: bool = True,
 ) -> Callable[[Callable[..., Groups]], Callable[..., Groups]]:
     """Add a task; the arguments are those of :class:`Task`."""
     if metric not in METRICS:
@@ -72,7 +75,9 @@ def register_task(
 
     def add(make: Callable[..., Groups]) -> Callable[..., Groups]:
         doc = first_line_of_doc(make)
-        _TASKS.add(name, Task(name, make, metric, max_new_tokens, first_line, stop, doc))
+        _TASKS.add(
+            name, Task(name, make, metric, max_new_tokens, first_line, stop, by_default, doc)
+        )
         return make
 
     return add

@@ -41,16 +41,21 @@ class Signals:
     Attributes:
         attention: attention mass that the token receives, summed over rows (and layers, of the
             probe pass) and averaged over heads.
+        contribution: of the probe pass alone, attention times the L1 norm of the donor's value, for
+            each layer and key head.
         value_l1: L1 distance between the donor's value and a fresh one, over heads and dimensions.
         value_l2: squared L2 distance of the same.
         key_l2: squared L2 distance of the keys, both at the token's new position.
+        value_size: L1 norm of the fresh value.
         influence: see :func:`sglang_kvshare.attention.attention_mass.influence`.
     """
 
     attention: FloatArray | None = None
+    contribution: FloatArray | None = None
     value_l1: FloatArray | None = None
     value_l2: FloatArray | None = None
     key_l2: FloatArray | None = None
+    value_size: FloatArray | None = None
     influence: FloatArray | None = None
 
 
