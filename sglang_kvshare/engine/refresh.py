@@ -56,7 +56,7 @@ class Refresh:
         """Count what was refreshed."""
         for number in self.requests:
             state = state_of(batch.reqs[number])
-            if state is not None:
+            if state is not None and not state.again:
                 state.refreshed_tokens += 1
 
 

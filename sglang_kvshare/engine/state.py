@@ -47,7 +47,9 @@ class RequestState:
         left_over: of each chunk of this prefill, what was reused and not recomputed, if it is to be
             refreshed.
         queue: reused tokens that are recomputed while the request decodes.
-        refreshed_tokens: those that were.
+        refreshed_tokens: those that were, until a retraction: like all of the report they are
+            counted once.
+        again: this prefill is not the first.
         decode_steps: since the queue was made.
         fell_back: a chunk of this prefill had to be chosen without measuring.
         deviation: measured in this prefill; ``None`` while it was not.
@@ -70,6 +72,7 @@ class RequestState:
     left_over: list[LeftOver] = field(default_factory=list)
     queue: RefreshQueue | None = None
     refreshed_tokens: int = 0
+    again: bool = False
     decode_steps: int = 0
     fell_back: bool = False
     deviation: float | None = None
@@ -100,6 +103,7 @@ class RequestState:
         self, exact_tokens: int, branch_tokens: int, depth: int, generation: int
     ) -> None:
         """A prefill starts on a prefix of ``exact_tokens`` and ``branch_tokens`` of ``depth``."""
+        self.again = self.reported
         self.placed = []
         self.pending = None
         self.recomputed_tokens = 0
