@@ -35,8 +35,8 @@ class Task:
         max_new_tokens: the longest answer.
         first_line: only the first line of an answer is judged.
         stop: texts that end an answer, where a model goes on with a question of its own.
-        by_default: it is measured when no task is named.
         doc: one line that says what is repeated, and where.
+        by_default: it is measured when no task is named.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Task:
     max_new_tokens: int
     first_line: bool
     stop: tuple[str, ...]
-    by_default: bool
     doc: str
+    by_default: bool = True
 
     def defaults(self) -> dict[str, Any]:
         """The options and what they are when nobody sets them."""
@@ -76,7 +76,7 @@ def register_task(
     def add(make: Callable[..., Groups]) -> Callable[..., Groups]:
         doc = first_line_of_doc(make)
         _TASKS.add(
-            name, Task(name, make, metric, max_new_tokens, first_line, stop, by_default, doc)
+            name, Task(name, make, metric, max_new_tokens, first_line, stop, doc, by_default)
         )
         return make
 
