@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,15 @@ def test_each_test_that_stands_for_a_report_exists():
         assert f"def {name}(" in code, name
     for name in re.findall(r"`(test_\w+\.py)`", text):
         assert name in files, name
+
+
+def test_the_wheel_holds_every_package() -> None:
+    """The folders are listed by hand, for ``eval`` is installed under another name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join((name, *path.parent.relative_to(ROOT / folder).parts))
+        for folder, name in (("sglang_kvshare", "sglang_kvshare"), ("eval", "kvshare_eval"))
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert listed == found
