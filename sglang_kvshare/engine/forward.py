@@ -252,7 +252,9 @@ def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> 
             continue
         state.computed_rows += rows
         if start + count >= len(req.full_untruncated_fill_ids):
-            state.queue = RefreshQueue.of(state.left_over) if state.left_over else None
+            if state.left_over:
+                # Once: in a mixed batch the rows of decoding requests end here at every step.
+                state.queue, state.left_over = RefreshQueue.of(state.left_over), []
             settle(state, batch.tree_cache.metrics)
 
 

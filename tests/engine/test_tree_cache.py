@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -343,6 +344,27 @@ def test_a_closed_gate_costs_at_most_the_search(looks, pays, searched, reused):
     assert report.reason == ("ok" if reused else "gate_closed")
     assert machine.cache.gate.searched == searched
     check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_a_queue_is_made_once_and_goes_on_in_mixed_batches():
+    """There a decoding request is an extend of one token, which ends what it has, every time."""
+    from sglang_kvshare.engine.forward import _finish
+    from sglang_kvshare.engine.state import RequestState, attach
+    from sglang_kvshare.recompute.refresh_queue import LeftOver
+    from sglang_kvshare.request import RequestOptions
+
+    state = RequestState(RequestOptions("approximate", 0.0, "none", refresh_tokens=2))
+    state.left_over = [LeftOver(np.arange(10, dtype=np.int64), None, None)]
+    req = SimpleNamespace(full_untruncated_fill_ids=[0] * 20)
+    attach(req, state)
+    batch = SimpleNamespace(reqs=[req], prefix_lens=[12], extend_lens=[8], tree_cache=fresh().cache)
+    _finish(batch, [], [8.0])
+    assert state.queue.take(4).tolist() == [0, 1, 2, 3]
+    batch.prefix_lens, batch.extend_lens = [19], [1]
+    _finish(batch, [], [1.0])
+    # What was refreshed is not queued again.
+    assert state.queue.positions.tolist() == [4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.usefixtures("sglang_cpu")
