@@ -240,7 +240,7 @@ def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> 
         state = state_of(batch.reqs[chunk.request])
         assert state is not None
         placed_all = _is_placed(state.placement, chunk.placement)
-        state.note_placed(chunk.spared, chunk.deviation)
+        state.note_placed(chunk.spared)
         if state.options.refresh_tokens > 0:
             state.left_over.append(chunk.left_over)
         if placed_all:

@@ -44,7 +44,7 @@ class Chunk:
         recompute: bool, of ``placement``: the tokens that are computed all the same.
         weights: of ``placement``: how far each value was off at the first check layer.
         scores: of ``placement``: how much each would be worth recomputing.
-        deviation: measured, of the values at the first check layer, as a share of their size.
+        over_limit: of ``placement``: tokens of spans that are too far off, once that is known.
     """
 
     request: int
@@ -58,7 +58,6 @@ class Chunk:
     contribution: np.ndarray | None = None
     scores: np.ndarray | None = None
     weights: np.ndarray | None = None
-    deviation: float | None = None
     over_limit: BoolArray | None = field(default=None, repr=False)
 
     @property
@@ -101,7 +100,6 @@ class RowProgram:
         self.current: KeptRows | None = None
         self._extend = extend
         self._keep = np.ones(sum(extend.counts), dtype=np.bool_)
-        self._chunks = list(chunks)
         self._drops: dict[int, list[Chunk]] = {}
         self._looks: dict[int, list[Chunk]] = {}
         self._first_layer = first_layer
@@ -109,7 +107,7 @@ class RowProgram:
         #: Rows of each request, layer by layer.
         self._ran: list[Sequence[int]] = []
         self._probe_rows = np.zeros(len(extend.counts))
-        for chunk in self._chunks:
+        for chunk in chunks:
             if chunk.choice is None:
                 self._drops.setdefault(first_layer, []).append(chunk)
             else:
@@ -183,7 +181,6 @@ class RowProgram:
         assert plan is not None
         measured = self._measure(chunk, choice, plan, look)
         if chunk.over_limit is None:
-            chunk.deviation = measured.deviation
             chunk.weights = measured.signals.value_l1
             chunk.over_limit = measured.over_limit(plan, choice.max_deviation)
         step = choice.check_layers.index(layer) + 1
@@ -272,11 +269,6 @@ class _Measured:
 
     signals: Signals
     active: BoolArray
-
-    @property
-    def deviation(self) -> float:
-        off, size = self._values()
-        return float(off.sum() / max(size.sum(), 1e-30))
 
     def _values(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.signals.value_l1 is not None

@@ -52,7 +52,6 @@ class RequestState:
         again: this prefill is not the first.
         decode_steps: since the queue was made.
         fell_back: a chunk of this prefill had to be chosen without measuring.
-        deviation: measured in this prefill; ``None`` while it was not.
         branch_tokens: tokens of this prefill's prefix that came from an approximate branch.
         placed: positions of donor values placed in this prefill, ascending, one array a chunk.
         exact_until: positions from here on rest on placed values; ``None`` while none do.
@@ -75,7 +74,6 @@ class RequestState:
     again: bool = False
     decode_steps: int = 0
     fell_back: bool = False
-    deviation: float | None = None
     donor_locks: list[Any] = field(default_factory=list)
     branch_tokens: int = 0
     placed: list[Int64Array] = field(default_factory=list)
@@ -112,7 +110,6 @@ class RequestState:
         self.left_over = []
         self.decode_steps = 0
         self.fell_back = False
-        self.deviation = None
         self.generation = generation
         self.branch_tokens = branch_tokens
         self.exact_until = exact_tokens if branch_tokens else None
@@ -123,12 +120,10 @@ class RequestState:
         """The request gave its KV back."""
         self.begin_prefill(0, 0, 0, self.generation)
 
-    def note_placed(self, part: Placement, deviation: float | None = None) -> None:
+    def note_placed(self, part: Placement) -> None:
         """``part`` of the placement is in the request's own slots now and was not recomputed."""
         if self.pending is not None:
             self.recomputed_tokens += part.recomputed_tokens
-        if deviation is not None:
-            self.deviation = deviation
         if not part.reused_tokens:
             return
         self.placed.append(part.positions)
