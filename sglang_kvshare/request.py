@@ -37,11 +37,11 @@ class RequestOptions:
     selector: str
     publish: bool = True
     approximate_logprobs: bool = False
-    recompute_error: float = 1.0
-    attention: str = "probe_pass"
-    check_layers: str = "1"
-    max_deviation: float = 1e9
-    refresh_tokens: int = 0
+    recompute_error: float = KVShareConfig.recompute_error
+    attention: str = KVShareConfig.attention
+    check_layers: str = KVShareConfig.check_layers
+    max_deviation: float = KVShareConfig.max_deviation
+    refresh_tokens: int = KVShareConfig.refresh_tokens
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
 

@@ -53,12 +53,16 @@ def _planning(stock: Any) -> type:
     class PlanningPrefillAdder(stock):  # type: ignore[misc]
         """Stock admission, followed by a plan for the admitted request."""
 
+        #: Of the request that is being added, if admitting it took a plan.
+        _plan_ahead: ReusePlan | None = None
+
         def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
             admission = super()._select_prefill_admission(req, **kwargs)
             cut = getattr(admission, "is_chunked", False)
             if cut and isinstance(self.tree_cache, KVShareRadixCache):
                 room = self.rem_chunk_tokens
-                if stays_whole(self.tree_cache, req, admission.prefix_len, room):
+                self._plan_ahead = plan_of_whole(self.tree_cache, req, admission.prefix_len, room)
+                if self._plan_ahead is not None:
                     whole = len(req.full_untruncated_fill_ids) - admission.prefix_len
                     new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
                     return replace(
@@ -67,10 +71,11 @@ def _planning(stock: Any) -> type:
             return admission
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            self._plan_ahead = None
             result = super().add_one_req(req, *args, **kwargs)
             admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
             if admitted and isinstance(self.tree_cache, KVShareRadixCache):
-                branch_tokens = plan_admitted(self.tree_cache, req)
+                branch_tokens = plan_admitted(self.tree_cache, req, self._plan_ahead)
                 if not req.retracted_stain:
                     # SGLang's own counters say "cached" for what is exact.
                     self.log_device_hit_tokens -= branch_tokens
@@ -80,31 +85,36 @@ def _planning(stock: Any) -> type:
     return PlanningPrefillAdder
 
 
-def stays_whole(cache: KVShareRadixCache, req: Any, prefix_tokens: int, room: int) -> bool:
-    """Whether a prompt that SGLang would cut into chunks runs in one.
+def plan_of_whole(
+    cache: KVShareRadixCache, req: Any, prefix_tokens: int, room: int
+) -> ReusePlan | None:
+    """The plan with which a prompt that SGLang would cut into chunks runs in one, if it may.
 
     A selector that looks with the prompt's last rows must not be cut away from them. What a chunk
-    is bounded for is the rows that run, and these fit into ``room`` tokens. Matching has no side
-    effects; the plan is made again when the request is admitted.
+    is bounded for is the rows that run, and these fit into ``room`` tokens.
     """
     state = state_of(req)
     try:
         if state is None or refusal(req, state.options) or cache.index_failed:
-            return False
+            return None
         choice = choice_of(cache, state.options)
         rows = len(req.full_untruncated_fill_ids) - prefix_tokens
         if state.options.reuse != "approximate" or not choice.waits or rows > MOST_CHUNKS * room:
-            return False
+            return None
         plan = cache.plan(req)
-        return bool(plan.spans) and rows - expected_savings(cache, choice, plan).tokens <= room
+        fits = bool(plan.spans) and rows - expected_savings(cache, choice, plan).tokens <= room
+        return plan if fits else None
     except Exception:
         logger.exception("KVShare could not plan ahead for request %s; it is cut", req.rid)
         cache.fault("match")
-        return False
+        return None
 
 
-def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
+def plan_admitted(cache: KVShareRadixCache, req: Any, ahead: ReusePlan | None = None) -> int:
     """Match, select and hold the donors of one admitted request; a fault is a miss.
+
+    Args:
+        ahead: the plan, where admitting the request took one.
 
     Returns:
         the part of the request's prefix that came from an approximate branch, in tokens.
@@ -122,7 +132,7 @@ def plan_admitted(cache: KVShareRadixCache, req: Any) -> int:
     )
     begin = time.perf_counter()
     try:
-        outcome = _plan(cache, req, state)
+        outcome = _plan(cache, req, state, ahead)
     except Exception as error:
         step = getattr(error, "kvshare_step", "match")
         logger.exception(
@@ -148,7 +158,9 @@ class _Outcome:
     selector: str = ""
 
 
-def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
+def _plan(
+    cache: KVShareRadixCache, req: Any, state: RequestState, ahead: ReusePlan | None
+) -> _Outcome:
     options = state.options
     if options.reuse != "approximate":
         return _Outcome(options.reuse)
@@ -167,13 +179,14 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
         return _Outcome("gate_closed")
     with step("match"):
         begin = time.perf_counter()
-        plan = cache.plan(req)
-        if gate is not None:
+        plan = cache.plan(req) if ahead is None else ahead
+        if gate is not None and ahead is None:
             gate.observe_match(rows, (time.perf_counter() - begin) * 1e3)
     if not plan.spans:
         return _Outcome("no_match")
     with step("select"):
-        placement, spared = _select(cache, state, plan)
+        choice = choice_of(cache, options)
+        placement, spared = _select(cache, state, choice, plan)
     # With ratio 1 nothing is to be spared; that is no reason to call the plan too small.
     if options.spares and spared.tokens < config.min_saved_tokens:
         return _Outcome("below_minimum")
@@ -182,8 +195,7 @@ def _plan(cache: KVShareRadixCache, req: Any, state: RequestState) -> _Outcome:
     with step("lock"):
         donors = cache.hold(state, placement)
     state.planned_depth = max(state.depth, plan.depth + 1)
-    selector = choice_of(cache, options).selector.name
-    return _Outcome("ok", placement, donors, plan.matched_tokens, selector)
+    return _Outcome("ok", placement, donors, plan.matched_tokens, choice.selector.name)
 
 
 @dataclass(frozen=True)
@@ -196,10 +208,9 @@ class _Spared:
 
 
 def _select(
-    cache: KVShareRadixCache, state: RequestState, plan: ReusePlan
+    cache: KVShareRadixCache, state: RequestState, choice: Choice, plan: ReusePlan
 ) -> tuple[Placement, _Spared]:
     """Choose the tokens that are recomputed, or leave that to the forward (``state.pending``)."""
-    choice = choice_of(cache, state.options)
     settings = choice.settings
     if not choice.waits:
         # A selector that measures does not wait at the ends of the ratio, where no score counts.

@@ -146,15 +146,20 @@ def _decode(
         if refresh is None or not (rows or refresh.looks):
             return original(worker, batch, *args, **kwargs)
         try:
-            with refreshing(worker.model_runner, refresh, parts.layers):
+            with refreshing(worker.model_runner, refresh, parts.layers) as tell:
                 result = original(worker, batch, *args, **kwargs)
-            refresh.note(batch)
-            return result
         except Exception:
             # The rows of the requests are as they were, and their tokens were not sampled yet.
             logger.exception("KVShare's refresh failed; the step decodes alone")
             _no_refresh(batch)
             return original(worker, batch, *args, **kwargs)
+        try:
+            refresh.note(batch)
+            tell()
+        except Exception:
+            logger.exception("KVShare could not rank anew what to refresh; it refreshes no more")
+            _no_refresh(batch)
+        return result
 
 
 def _no_refresh(batch: Any) -> None:

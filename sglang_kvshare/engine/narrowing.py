@@ -24,11 +24,11 @@ from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.position_mask import attend
+from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.kept_rows import KeptRows
 from sglang_kvshare.engine.pool_reader import PoolReader
 from sglang_kvshare.engine.support import decoder_layers
@@ -133,20 +133,13 @@ def _narrow_batch(forward_batch: Any, kept: KeptRows) -> None:
     forward_batch.extend_num_tokens = len(kept.rows)
 
 
-class NarrowedAttention:
-    """An attention backend for one forward: stock while all rows run, by position after.
-
-    Everything else that SGLang asks of a backend is answered by the stock one.
-    """
+class NarrowedAttention(AttentionStandIn):
+    """An attention backend for one forward: stock while all rows run, by position after."""
 
     def __init__(self, stock: Any, program: Program) -> None:
-        self._stock = stock
+        super().__init__(stock)
         self._program = program
-        self._reader = PoolReader(stock)
         self._slots: list[torch.Tensor] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
     def forward(
         self,
@@ -173,17 +166,15 @@ class NarrowedAttention:
         if kept is None:
             return self._stock.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if save_kv_cache:
-            # Dividing by a scale happens in place; the narrowed rows are nobody else's.
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self._reader.pool.set_kv_buffer(layer, where, k, v, *self._reader.scales(layer))
+            # In place: the narrowed rows are nobody else's.
+            self._write(layer, forward_batch, k, v)
         if index is not None:
             # Keys and values of all rows are written; what follows in this layer is for fewer.
             stream = forward_batch.residual_stream
             stream.residual = stream.residual.index_select(0, index)
             q = q.index_select(0, index)
             _narrow_batch(forward_batch, kept)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        queries, out = self._by_head(q, layer)
         for number, slots in enumerate(self._slots):
             part = kept.part(number)
             out[part] = attend(

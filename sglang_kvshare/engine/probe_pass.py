@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.attention_mass import attend_and_weigh
-from sglang_kvshare.engine.pool_reader import PoolReader
+from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.row_program import MOST_PROBE_ROWS, Chunk
 from sglang_kvshare.plan import Int64Array
 
@@ -141,21 +140,17 @@ def _batch_of(batch: Any, probes: Sequence[Probes], runner: Any) -> Any:
     return made
 
 
-class ProbeAttention:
-    """An attention backend for the probe pass; everything else is answered by the stock one."""
+class ProbeAttention(AttentionStandIn):
+    """An attention backend for the probe pass."""
 
     def __init__(self, stock: Any, probes: Sequence[Probes]) -> None:
-        self._stock = stock
-        self._reader = PoolReader(stock)
+        super().__init__(stock)
         self._probes = probes
         self._slots: list[torch.Tensor] | None = None
         # Where each row is among the keys that there are.
         self._ranks = [torch.from_numpy(np.searchsorted(part.seen, part.rows)) for part in probes]
         #: Attention and contribution, fp32 ``[2, keys]``.
         self.told = [torch.zeros(2, len(part.seen), dtype=torch.float32) for part in probes]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
     def forward(
         self,
@@ -177,10 +172,8 @@ class ProbeAttention:
             ]
             self._ranks = [ranks.to(q.device) for ranks in self._ranks]
             self.told = [told.to(q.device) for told in self.told]
-        where = KVWriteLoc(forward_batch.out_cache_loc, None)
-        self._reader.pool.set_kv_buffer(layer, where, k, v, *self._reader.scales(layer))
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        self._write(layer, forward_batch, k, v)
+        queries, out = self._by_head(q, layer)
         begin = 0
         for number, (slots, ranks) in enumerate(zip(self._slots, self._ranks, strict=True)):
             part = slice(begin, begin + len(ranks))

@@ -11,7 +11,7 @@ rows; ``ForwardContext.attn_backend``, on steps at which attention is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.attention_mass import attention_mass
-from sglang_kvshare.engine.pool_reader import PoolReader
+from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.plan import Int64Array
 from sglang_kvshare.scheduling.refresh_pace import RefreshPace
@@ -93,8 +93,13 @@ def refresh_of(batch: Any, pace: RefreshPace) -> Refresh | None:
 
 
 @contextmanager
-def refreshing(runner: Any, refresh: Refresh, layers: int) -> Iterator[None]:
-    """Run the decode batch inside this context with the rows of ``refresh``."""
+def refreshing(runner: Any, refresh: Refresh, layers: int) -> Iterator[Callable[[], None]]:
+    """Run the decode batch inside this context with the rows of ``refresh``.
+
+    Yields:
+        a function to be called after the step: lets the queues rank anew by what was seen.
+    """
+    tell: Callable[[], None] = _nothing
     with ExitStack() as stack:
         if refresh.rows:
             stock = runner.forward
@@ -105,9 +110,13 @@ def refreshing(runner: Any, refresh: Refresh, layers: int) -> Iterator[None]:
             stack.callback(delattr, runner, "forward")
         if refresh.looks:
             attention = WatchingAttention(runner.attn_backend, refresh.looks, layers)
-            stack.callback(attention.tell)
             stack.enter_context(forward_context(ForwardContext(attn_backend=attention)))
-        yield
+            tell = attention.tell
+        yield tell
+
+
+def _nothing() -> None:
+    """Nothing was looked at."""
 
 
 def _longer(runner: Any, forward_batch: Any, refresh: Refresh) -> Any:
@@ -151,19 +160,15 @@ def _cut(out: Any, requests: int) -> Any:
     return out
 
 
-class WatchingAttention:
+class WatchingAttention(AttentionStandIn):
     """The stock attention backend, and what some requests' new tokens attend to in some layers."""
 
     def __init__(self, stock: Any, looks: Sequence[tuple[int, RequestState]], layers: int) -> None:
-        self._stock = stock
-        self._reader = PoolReader(stock)
+        super().__init__(stock)
         self._looks = looks
         # Never layer 0, whose attention says little of what a token means.
         self._layers = {layers * (i + 1) // (LOOKS + 1) for i in range(LOOKS)} - {0}
         self._mass: dict[int, torch.Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
     def forward(
         self,
@@ -178,7 +183,7 @@ class WatchingAttention:
         """See ``AttentionBackend.forward``."""
         out = self._stock.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if layer.layer_id in self._layers:
-            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            queries, _ = self._by_head(q, layer)
             for number, _ in self._looks:
                 length = int(forward_batch.seq_lens_cpu[number])
                 (slots,) = self._reader.rows(forward_batch.req_pool_indices[[number]], [length])

@@ -41,8 +41,8 @@ STATES = ("waiting", "chunked", "prefilled", "decoding", "retracted")
 LIVE_REQUESTS = 8
 #: Reasons that only a fault of KVShare gives.
 FAULTS = (
-    *("planning_failed", "placement_failed", "narrowing_failed", "index_failed"),
-    *("donor_invalid", "bad_request_options"),
+    *("planning_failed", "placement_failed", "selection_failed", "narrowing_failed"),
+    *("index_failed", "donor_invalid", "bad_request_options"),
 )
 
 

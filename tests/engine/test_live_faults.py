@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +13,62 @@ from kvshare_eval.live.process import in_a_process
 
 pytestmark = pytest.mark.engine
 
-#: step -> what is broken there.
-BROKEN = {
-    "match": "sglang_kvshare.engine.tree_cache.plan_reuse",
-    "select": "sglang_kvshare.engine.admission.choose",
-    "lock": "sglang_kvshare.engine.donor_locks._above",
-    "copy": "sglang_kvshare.engine.placement.rotate_",
-    "narrow": "sglang_kvshare.engine.narrowing.attend",
-    "publish": "sglang_kvshare.engine.branches.exact_ancestor",
-    "index": "sglang_kvshare.engine.index_mirror.path_tokens",
-}
-REASONS = {
-    "match": "planning_failed",
-    "select": "planning_failed",
-    "lock": "planning_failed",
-    "copy": "placement_failed",
-    "narrow": "narrowing_failed",
-    "not finite": "donor_invalid",
+
+@dataclass(frozen=True)
+class Break:
+    """One way to break a step.
+
+    Attributes:
+        step: what the fault is counted as.
+        target: what raises; empty for values that are not finite.
+        reason: what the request is told when it reuses nothing; empty where it reuses all the same.
+        kvshare: settings of the request, beside a ratio of 0.
+    """
+
+    step: str
+    target: str
+    reason: str = ""
+    kvshare: Mapping[str, Any] = field(default_factory=dict)
+
+
+ENGINE = "sglang_kvshare.engine."
+BY_QUERY = {"selector": "query", "recompute_ratio": 0.2}
+BY_DEVIATION = {"selector": "deviation", "recompute_ratio": 0.2}
+REFRESHED = {"refresh_tokens": 2}
+BREAKS = {
+    "match": Break("match", ENGINE + "tree_cache.plan_reuse", "planning_failed"),
+    "select": Break("select", ENGINE + "admission.choose", "planning_failed"),
+    "lock": Break("lock", ENGINE + "donor_locks._above", "planning_failed"),
+    "copy": Break("copy", ENGINE + "placement.rotate_", "placement_failed"),
+    "narrow": Break("narrow", ENGINE + "narrowing.attend", "narrowing_failed"),
+    "probe": Break("select", ENGINE + "forward.run_probes", "selection_failed", BY_QUERY),
+    "check layer": Break(
+        "narrow", ENGINE + "row_program._Measured.over_limit", "narrowing_failed", BY_DEVIATION
+    ),
+    "refresh": Break("refresh", ENGINE + "refresh._longer", kvshare=REFRESHED),
+    "rank anew": Break("refresh", ENGINE + "refresh.WatchingAttention.tell", kvshare=REFRESHED),
+    "publish": Break("publish", ENGINE + "branches.exact_ancestor"),
+    "index": Break("index", ENGINE + "index_mirror.path_tokens"),
+    "not finite": Break("copy", "", "donor_invalid"),
 }
 
 
 @pytest.mark.parametrize("config", ["page1-overlap", "page16-normal"])
 def test_a_fault_at_each_step_costs_reuse_and_nothing_else(config, tmp_path):
     seen = in_a_process(break_everything, config, tmp_path)
-    for where, reason in REASONS.items():
-        assert seen[where]["reason"] == reason, (where, seen[where])
-        assert seen[where]["reused_tokens"] == 0, (where, seen[where])
-    # What cannot be published or indexed was reused all the same.
-    assert seen["publish"]["reused_tokens"] > 30
-    assert seen["index"]["reused_tokens"] > 30
-    for where in (*BROKEN, "not finite"):
-        step = "copy" if where == "not finite" else where
-        assert set(seen[where]["faults"]) == {step}, (where, seen[where])
+    for name, how in BREAKS.items():
+        told = seen[name]
+        assert set(told["faults"]) == {how.step}, (name, told)
+        if how.reason:
+            assert told["reason"] == how.reason, (name, told)
+            assert told["reused_tokens"] == 0, (name, told)
+        else:
+            # What cannot be published, indexed or refreshed was reused all the same.
+            assert told["reused_tokens"] > 30, (name, told)
         # Positive control: after the fault the same is reused, but for an index given up.
-        assert (seen[where]["afterwards"] > 30) == (where != "index"), (where, seen[where])
+        assert (told["afterwards"] > 30) == (name != "index"), (name, told)
+        if how.kvshare == REFRESHED:
+            assert told["refreshed_afterwards"] > 0, (name, told)
 
 
 def break_everything(name: str, folder: Path) -> dict[str, Any]:
@@ -65,20 +89,20 @@ def break_everything(name: str, folder: Path) -> dict[str, Any]:
     machine.judge = listening
     seen = {}
     try:
-        for where in (*BROKEN, "not finite"):
+        for where, how in BREAKS.items():
             live.reset()
             faults: list[str] = []
             live.cache.fault = faults.append
             machine.arrive_with_passages(DONOR, glue=3, question=1, settings=options())
             machine.run_until_idle()
             told.clear()
-            with broken(where, live):
+            with broken(how.target, live):
                 if where != "index":
-                    ask(machine, live_machine, told)
+                    ask(machine, live_machine, told, how)
                 else:
                     # The index fails at an insertion, and the plan was made before it.
                     machine.check = lambda: None
-                    ask(machine, live_machine, told)
+                    ask(machine, live_machine, told, how)
                     del machine.check
             (sent, got) = told[0]
             assert got.reason == "length"
@@ -87,26 +111,27 @@ def break_everything(name: str, folder: Path) -> dict[str, Any]:
                 sent.kvshare = {"reuse": "exact_prefix"}
                 machine.check_text(sent, got)
             told.clear()
-            ask(machine, live_machine, told, check=where != "index")
+            ask(machine, live_machine, told, how, check=where != "index")
             seen[where] = {
                 **got.report,
                 "faults": list(faults),
                 "afterwards": told[0][1].report["reused_tokens"],
+                "refreshed_afterwards": told[0][1].report["refreshed_tokens"],
             }
         return seen
     finally:
         live.close()
 
 
-def ask(machine: Any, live_machine: Any, told: list[Any], check: bool = True) -> None:
+def ask(machine: Any, live_machine: Any, told: list[Any], how: Break, check: bool = True) -> None:
     """The passages in another order, between new tokens, from arrival to the end."""
-    from live_cases import DONOR, options
+    from live_cases import options
 
     if not check:
         machine.check = lambda: None
-    machine.arrive_with_passages(
-        DONOR[::-1], glue=5, question=2, settings=options(recompute_ratio=0)
-    )
+    # Long enough for attention to be looked at once.
+    settings = options(**{"recompute_ratio": 0, **how.kvshare}) | {"n_new": 12}
+    machine.arrive_with_passages(order_of(how), glue=5, question=2, settings=settings)
     machine.run_until_idle()
     assert len(told) == 1
     live_machine.check_slots(machine.live)
@@ -114,20 +139,27 @@ def ask(machine: Any, live_machine: Any, told: list[Any], check: bool = True) ->
     live_machine.check_idle(machine.live)
 
 
-class broken:
-    """Breaks one step; for "not finite" one value of every cached token's first key."""
+def order_of(how: Break) -> list[int]:
+    """The passages of the donor in another order; one alone where the prompt must not be cut."""
+    from live_cases import DONOR
 
-    def __init__(self, where: str, live: Any) -> None:
-        self._where, self._live = where, live
+    return DONOR[:1:-1] if how.kvshare in (BY_QUERY, BY_DEVIATION) else DONOR[::-1]
+
+
+class broken:
+    """Breaks what ``target`` names; without, a value of every third cached token."""
+
+    def __init__(self, target: str, live: Any) -> None:
+        self._target, self._live = target, live
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        if self._where == "not finite":
+        if self._target:
+            self._patch.setattr(self._target, _raise)
+        else:
             pool = self._live.scheduler.tp_worker.model_runner.token_to_kv_pool
             slots = self._live.cache.all_values_flatten()
             pool.get_value_buffer(1)[slots[::3]] = float("nan")
-        else:
-            self._patch.setattr(BROKEN[self._where], _raise)
 
     def __exit__(self, *error: Any) -> None:
         self._patch.undo()

@@ -20,16 +20,3 @@ def contribution(plan: ReusePlan, signals: Signals) -> FloatArray:
     """Attention from the prompt's last rows times the size of the value, layer by layer."""
     assert signals.contribution is not None
     return signals.contribution
-
-
-@register_selector(
-    "dhd_relative",
-    source="DHD with the relative deviation of the check layer carried to all layers",
-    needs={Need.PROBE_ATTENTION, Need.DEVIATION},
-)
-def dhd_relative(plan: ReusePlan, signals: Signals) -> FloatArray:
-    """What the question takes up, times the share of the value that is off at the check layer."""
-    assert signals.contribution is not None
-    assert signals.value_l1 is not None
-    assert signals.value_size is not None
-    return signals.contribution * signals.value_l1 / (signals.value_size + 1e-12)

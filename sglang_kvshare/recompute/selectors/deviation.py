@@ -1,4 +1,4 @@
-"""How far values or keys are off at the check layer."""
+"""How far values are off at the check layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,3 @@ def deviation(plan: ReusePlan, signals: Signals) -> FloatArray:
     """Squared L2 distance between the donor's value and the fresh one."""
     assert signals.value_l2 is not None
     return signals.value_l2
-
-
-@register_selector(
-    "key_deviation", source="CacheBlend as in LMCache's blender", needs={Need.DEVIATION}
-)
-def key_deviation(plan: ReusePlan, signals: Signals) -> FloatArray:
-    """Squared L2 distance between the donor's key and the fresh one, at the same position."""
-    assert signals.key_l2 is not None
-    return signals.key_l2

@@ -1,0 +1,1 @@
+"""Experiments on a model in plain PyTorch, before anything is built into the server."""
