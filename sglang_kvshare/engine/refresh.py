@@ -78,9 +78,11 @@ def refresh_of(batch: Any, pace: RefreshPace) -> Refresh | None:
     requests: list[int] = []
     positions: list[Int64Array] = []
     token_ids: list[int] = []
-    for number, req, state in waiting:
+    # Where not all can have their rows, whoever has had least comes first.
+    for number, req, state in sorted(waiting, key=lambda one: one[2].ridden):
         assert state.queue is not None
         taken = state.queue.take(min(state.options.refresh_tokens, allowed - len(requests)))
+        state.ridden += len(taken)
         requests += [number] * len(taken)
         positions.append(taken)
         token_ids += [req.full_untruncated_fill_ids[p] for p in taken.tolist()]

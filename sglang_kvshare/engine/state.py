@@ -49,6 +49,7 @@ class RequestState:
         queue: reused tokens that are recomputed while the request decodes.
         refreshed_tokens: those that were, until a retraction: like all of the report they are
             counted once.
+        ridden: rows that this request had in decode steps, since the queue was made.
         again: this prefill is not the first.
         decode_steps: since the queue was made.
         fell_back: a chunk of this prefill had to be chosen without measuring.
@@ -71,6 +72,7 @@ class RequestState:
     left_over: list[LeftOver] = field(default_factory=list)
     queue: RefreshQueue | None = None
     refreshed_tokens: int = 0
+    ridden: int = 0
     again: bool = False
     decode_steps: int = 0
     fell_back: bool = False
@@ -109,6 +111,7 @@ class RequestState:
         self.queue = None
         self.left_over = []
         self.decode_steps = 0
+        self.ridden = 0
         self.fell_back = False
         self.generation = generation
         self.branch_tokens = branch_tokens

@@ -284,7 +284,13 @@ class RunIndex:
     # --- lookup ------------------------------------------------------------------------------
 
     def find_runs(
-        self, tokens: Int64Array, namespace: bytes, limit: int, *, max_depth: int = 0
+        self,
+        tokens: Int64Array,
+        namespace: bytes,
+        limit: int,
+        *,
+        max_depth: int = 0,
+        position: int = 0,
     ) -> list[Run]:
         """Maximal runs of at least ``min_run_tokens`` that ``tokens`` shares with the index.
 
@@ -300,20 +306,30 @@ class RunIndex:
             namespace: only tokens of this namespace match.
             limit: cached places looked at for a window, the newest first.
             max_depth: only tokens of this depth or less match.
+            position: of the first of ``tokens`` in its prompt.
 
         Returns:
-            Longest first; then lower depth, start, slot, so that the order is the same everywhere.
+            Longest first, where a run counts as one token shorter for every 32 positions between
+            where its donor stood and where it stands now, but at most as 8 shorter; then lower
+            depth, start, distance, slot, so that the order is the same everywhere.
         """
-        return self._runs(tokens, namespace, limit, max_depth, covering=False)
+        return self._runs(tokens, namespace, limit, max_depth, position, covering=False)
 
     def covering_runs(
-        self, tokens: Int64Array, namespace: bytes, limit: int, *, max_depth: int = 0
+        self,
+        tokens: Int64Array,
+        namespace: bytes,
+        limit: int,
+        *,
+        max_depth: int = 0,
+        position: int = 0,
     ) -> list[Run]:
-        """The runs of :meth:`find_runs`, in its order, without those that lie inside another one.
+        """The runs of :meth:`find_runs`, in its order, without those that lie inside one that comes
+        before them.
 
-        A plan that takes the longest run first has no use for the others.
+        A plan that takes the runs in order has no use for the others.
         """
-        return self._runs(tokens, namespace, limit, max_depth, covering=True)
+        return self._runs(tokens, namespace, limit, max_depth, position, covering=True)
 
     def run_slots(self, run: Run, start: int = 0, end: int | None = None) -> Int64Array:
         """int64: the donor slots of tokens ``[start, end)`` of a run, in order."""
@@ -329,7 +345,14 @@ class RunIndex:
         return slots
 
     def _runs(
-        self, tokens: Int64Array, namespace: bytes, limit: int, max_depth: int, *, covering: bool
+        self,
+        tokens: Int64Array,
+        namespace: bytes,
+        limit: int,
+        max_depth: int,
+        position: int,
+        *,
+        covering: bool,
     ) -> list[Run]:
         domain = self._domains.get(namespace)
         if domain is None or tokens.shape[0] < self.min_run_tokens:
@@ -346,6 +369,7 @@ class RunIndex:
             max_depth=max_depth,
             min_run_tokens=self.min_run_tokens,
             covering=covering,
+            position=position,
         )
         found = run_search.search(self._arena, self._table, query)
         arena, ext = self._arena, self._arena.extents

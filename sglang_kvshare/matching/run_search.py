@@ -18,6 +18,7 @@ extents that follow each other, and over the runs that are returned.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,12 @@ _ROUND_TOKENS = 1 << 16
 #: they differ later in the page.)
 _MOST_CHILDREN = 64
 
+#: Moving a run by so many positions counts as much as one token less of it, up to a bound.
+#: A passage that is moved far was computed behind much less or much more than it stands behind now;
+#: of two donors the closer one left half of the error or less (eval/README.md).
+_SHIFT_TOKENS = 32
+_MOST_LOST_TOKENS = 8
+
 #: A run: start, end, depth, and its pieces (extent, first cell, cell after the last), in order.
 Found = tuple[int, int, int, list[tuple[int, int, int]]]
 
@@ -50,7 +57,8 @@ class Query:
         limit: places looked at for a window of each depth.
         max_depth: tokens of a larger depth do not match.
         min_run_tokens: shorter runs are dropped.
-        covering: leave out runs that lie inside another one.
+        covering: leave out runs that lie inside one that comes before them.
+        position: of the first of ``tokens`` in the prompt.
     """
 
     tokens: Int32Array
@@ -60,6 +68,7 @@ class Query:
     max_depth: int
     min_run_tokens: int
     covering: bool
+    position: int = 0
 
 
 class _Collision(Exception):
@@ -262,8 +271,16 @@ class _Search:
         start, end, deepest, head_cell, tail_cell, tail_extent = (a[enough] for a in runs)
         return [
             self._proven(*(int(a[i]) for a in (start, end, tail_extent, tail_cell)))
-            for i in self._in_order(start, end, deepest, head_cell, tail_cell).tolist()
+            for i in self._in_order(
+                start, end, deepest, head_cell, tail_cell, self._shift(end, tail_cell, tail_extent)
+            )
         ]
+
+    def _shift(self, end: Int64Array, cell: Int64Array, extent: Int64Array) -> Int64Array:
+        """By how many positions each run is moved."""
+        ext = self.ext
+        source = ext.position[extent].astype(np.int64) + cell - ext.start[extent]
+        return np.abs(end - 1 + self.query.position - source)
 
     def _in_order(
         self,
@@ -272,23 +289,21 @@ class _Search:
         depth: Int64Array,
         head: Int64Array,
         tail: Int64Array,
-    ) -> Int64Array:
+        shift: Int64Array,
+    ) -> list[int]:
         """Numbers of the runs that are returned, in order."""
-        slot = self.arena.slot[tail]
-        order = np.lexsort((slot, start, depth, start - end))
+        worth = end - start - np.minimum(shift // _SHIFT_TOKENS, _MOST_LOST_TOKENS)
+        order = np.lexsort((self.arena.slot[tail], shift, start, depth, -worth))
         # One run for each beginning, the first in order: other branches that stop earlier are not
         # maximal, and following a run from both of its parts finds it twice.
         beginning = (start * self.arena.slot.shape[0] + head)[order]
         order = order[np.sort(firsts(beginning))]
-        if self.query.covering and order.shape[0]:
-            # By start, the longest first; what does not reach further than those before is inside.
-            by_start = order[np.argsort(start[order], kind="stable")]
-            reached = np.maximum.accumulate(end[by_start])
-            further = begins(end[by_start][1:] > reached[:-1])
-            keep = np.zeros(start.shape[0], dtype=np.bool_)
-            keep[by_start[further]] = True
-            order = order[keep[order]]
-        return order
+        if not self.query.covering:
+            return order.tolist()
+        # Most copies of a passage match equally far: the first in order serves.
+        place = (start * (self.n + 1) + end)[order]
+        order = order[np.sort(firsts(place))]
+        return _outermost(order.tolist(), start[order].tolist(), end[order].tolist())
 
     def _proven(self, start: int, end: int, extent: int, cell: int) -> Found:
         """Lay a run's pieces out, and compare all of its tokens."""
@@ -481,3 +496,21 @@ def _chained(segments: _Segments) -> tuple[Int64Array, Int64Array]:
         if (jump == jump[jump]).all():
             return jump, depth
         jump = jump[jump]
+
+
+def _outermost(numbers: list[int], starts: list[int], ends: list[int]) -> list[int]:
+    """Those of ``numbers`` whose stretch does not lie inside that of one before it."""
+    # Stretches so far of which none lies inside another: both lists ascend.
+    low: list[int] = []
+    high: list[int] = []
+    kept = []
+    for number, start, end in zip(numbers, starts, ends, strict=True):
+        at = bisect_right(low, start)
+        if at and high[at - 1] >= end:
+            continue
+        kept.append(number)
+        begin = at - 1 if at and low[at - 1] == start else at
+        stop = bisect_right(high, end)
+        low[begin : max(begin, stop)] = [start]
+        high[begin : max(begin, stop)] = [end]
+    return kept

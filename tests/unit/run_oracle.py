@@ -51,7 +51,7 @@ class Oracle:
             if one.before not in self.cached:
                 one.before = -1
 
-    def runs(self, tokens, namespace, shortest, max_depth=0):
+    def runs(self, tokens, namespace, shortest, max_depth=0, position=0):
         """Every maximal run as (start, end, depth, slots), in the order that is promised.
 
         A run begins at a prompt position and a slot whose predecessors differ, and takes the
@@ -78,8 +78,13 @@ class Oracle:
                 if len(best) >= shortest:
                     depth = max(serves[s].depth for s in best)
                     found.append((start, start + len(best), depth, tuple(best)))
-        found.sort(key=lambda run: (run[0] - run[1], run[2], run[0], run[3][-1]))
-        return found
+
+        def key(run):
+            start, end, depth, slots = run
+            shift = abs(self.cached[slots[0]].position - (start + position))
+            return start - end + min(shift // 32, 8), depth, start, shift, slots[-1]
+
+        return sorted(found, key=key)
 
     def _rank(self, way):
         return -len(way), max(self.cached[slot].depth for slot in way), way[-1]

@@ -49,15 +49,16 @@ class Both:
         getattr(self.index, how)(ints(slots))
         self.oracle.remove(slots)
 
-    def check(self, tokens, namespace=b"a", max_depth=0, limit=EVERYTHING):
+    def check(self, tokens, namespace=b"a", max_depth=0, limit=EVERYTHING, position=0):
         """Compare, and return what both say."""
-        expected = self.oracle.runs(tokens, namespace, self.shortest, max_depth)
-        runs = self.index.find_runs(ints(tokens), namespace, limit, max_depth=max_depth)
+        where = {"max_depth": max_depth, "position": position}
+        expected = self.oracle.runs(tokens, namespace, self.shortest, **where)
+        runs = self.index.find_runs(ints(tokens), namespace, limit, **where)
         assert answered(self.index, runs) == expected
         for run, (_, _, _, slots) in zip(runs, expected, strict=True):
             assert run.source == self.oracle.cached[slots[0]].position
             assert run.last_slot == slots[-1]
-        best = self.index.covering_runs(ints(tokens), namespace, limit, max_depth=max_depth)
+        best = self.index.covering_runs(ints(tokens), namespace, limit, **where)
         assert answered(self.index, best) == covering(expected)
         return expected
 
@@ -428,6 +429,22 @@ def test_matching_has_no_side_effects():
         assert (was == now).all()
 
 
+def test_of_two_donors_the_one_closer_to_the_place_serves():
+    """A token less is as bad as 32 positions more, and no distance counts more than 8 tokens."""
+    passage = list(range(100, 140))
+    for longer, far, chosen in [(0, 33, 1), (1, 31, 0), (1, 65, 1), (7, 5000, 1), (9, 5000, 0)]:
+        both = Both(256)
+        # The first donor is longer and stood elsewhere; the second stood just here.
+        both.insert(0, b"a", [*passage, *range(longer)], range(40 + longer), position=500 + far)
+        both.insert(1, b"a", passage, range(100, 140), position=500)
+        prompt = [*passage, *range(longer), 7777]
+        both.check(prompt, position=500)
+        tokens = ints([*range(9000, 9500), *prompt])
+        # What the longer one has beyond is a span of its own, where it is long enough.
+        span = plan_reuse(both.index, tokens, 500, b"a", 8).spans[0]
+        assert (int(span.slots[0]) == 100) == bool(chosen), (longer, far)
+
+
 def test_the_index_stays_bounded_when_the_same_content_comes_and_goes():
     both = Both(128)
     for turn in range(150):
@@ -455,14 +472,15 @@ def test_its_bytes_are_told_without_a_scan():
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=5),
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.integers(1, 9),
+    st.integers(0, 300),
 )
-def test_separate_donors_equal_the_oracle(contents, prompt, shortest):
+def test_separate_donors_equal_the_oracle(contents, prompt, shortest, apart):
     both, used = Both(POOL, shortest), 0
     for number, tokens in enumerate(contents):
         slots = list(range(used, used + len(tokens)))[::-1]
         used += len(tokens)
-        both.insert(number, b"a", tokens, slots)
-    both.check(prompt)
+        both.insert(number, b"a", tokens, slots, position=number * apart)
+    both.check(prompt, position=apart)
     plan = plan_reuse(both.index, ints(prompt), 0, b"a", EVERYTHING)
     for position, slot in zip(plan.positions(), plan.slots(), strict=True):
         assert both.oracle.cached[int(slot)].token == prompt[position]
@@ -497,7 +515,7 @@ class TreeMachine(RuleBasedStateMachine):
         data=st.data(),
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14),
         depth=st.sampled_from([0, 0, 0, 1, 2]),
-        amid=st.integers(0, 9),
+        amid=st.integers(0, 9) | st.integers(0, 400),
     )
     def insert(self, data, tokens, depth, amid):
         """A child of any node; one that cannot be linked is a fragment. Equal ones may be."""
@@ -567,9 +585,10 @@ class TreeMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
         name=st.sampled_from("ab"),
         max_depth=st.integers(0, 2),
+        position=st.integers(0, 400),
     )
-    def ask(self, tokens, name, max_depth):
-        self.both.check(tokens, name.encode(), max_depth)
+    def ask(self, tokens, name, max_depth, position):
+        self.both.check(tokens, name.encode(), max_depth, position=position)
 
     @invariant()
     def conserved(self):

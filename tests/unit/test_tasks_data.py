@@ -79,6 +79,21 @@ def test_squad_history_asks_the_other_wording(pairs: DataSource, wording: str, o
             assert here.split("\n\n")[1] not in {text(e).split("\n\n")[1] for e in group.history}
 
 
+@pytest.mark.parametrize("donors", ["alone", "sinks", "preamble", "neighbour"])
+def test_squad_passages_that_were_encoded_apart(pairs: DataSource, donors: str) -> None:
+    for group in make(f"squad:passages=2,questions=2,donors={donors}", pairs):
+        assert len(group.history) == 2
+        blocks = text(group.cases[0].prompt).split("\n\n")[1:-1]
+        assert len(blocks) == 2
+        for earlier in group.history:
+            (last,) = [block for block in blocks if f"{block}\n\nRead." in earlier.text]
+            before = earlier.text.removesuffix(f"{last}\n\nRead.")
+            (other,) = [block for block in blocks if block != last]
+            assert (before == "") == (donors == "alone")
+            assert (before.strip() == "") == (donors in ("alone", "sinks"))
+            assert (other in before) == (donors == "neighbour")
+
+
 def test_squad_takes_long_passages_last_and_as_excerpts(pairs: DataSource) -> None:
     groups = make("squad:passages=2,questions=2,max_words=40", pairs)
     assert len(groups) == 3
@@ -94,6 +109,10 @@ def test_squad_wordings_that_cannot_be_asked(pairs: DataSource) -> None:
         make("squad:ask_variant=true", pairs)
     with pytest.raises(EvalError, match="use wording=fluent"):
         make("squad:wording=disfluent", NOTHING)
+    with pytest.raises(EvalError, match="allowed are together, alone, sinks, preamble, neighbour"):
+        make("squad:donors=lonely", pairs)
+    with pytest.raises(EvalError, match="needs donors=together"):
+        make("squad:wording=fluent,ask_variant=true,donors=alone", pairs)
 
 
 def test_hotpotqa_keeps_what_supports_the_answer(tmp_path: Path) -> None:

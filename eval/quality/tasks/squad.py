@@ -16,6 +16,16 @@ from kvshare_eval.quality.tasks._excerpts import short_passages
 from kvshare_eval.quality.tasks._shared import at_least, chunks, document, reordered, rng, shuffled
 
 WORDINGS = ("fluent", "disfluent", "both")
+#: How the passages came into the cache: several together in another order, or each on its own, at
+#: the very beginning, behind a few sink tokens, behind a neutral text, or behind another passage.
+DONORS = ("together", "alone", "sinks", "preamble", "neighbour")
+_SINKS = "\n" * 14
+_PREAMBLE = (
+    "Below is a document from a collection. Each document of the collection has a title in its "
+    "first line and a text that follows it. The documents are about history, science, sports, "
+    "places and people. They are kept so that questions about them can be answered, and each can "
+    "be read on its own.\n\n"
+)
 #: Asked in the history where every question of the passages is needed for the cases.
 _NEUTRAL = "Which of the documents is the longest?"
 
@@ -29,6 +39,7 @@ def squad(
     questions: int = 4,
     wording: str = "both",
     ask_variant: bool = False,
+    donors: str = "together",
     max_words: int = 110,
 ) -> Groups:
     """The same passages in another order, behind another question.
@@ -41,6 +52,7 @@ def squad(
         wording: which wording is asked, ``fluent``, ``disfluent`` or ``both`` (a case each).
         ask_variant: the history asks the cases' questions in the other wording, over the passages
             in an order of their own; needs one wording.
+        donors: how the passages came into the cache, one of :data:`DONORS`.
         max_words: the longest passage; longer ones come last and as excerpts.
     """
     at_least("squad", "passages", passages, 2)
@@ -48,9 +60,13 @@ def squad(
     loaded = load_squad(data)
     has_variants = any(question.variant for passage in loaded for question in passage.questions)
     _check_wording(wording, ask_variant, has_variants)
+    if donors not in DONORS:
+        raise EvalError(f"option donors of task squad: {donors!r}; allowed are {', '.join(DONORS)}")
+    if ask_variant and donors != "together":
+        raise EvalError("option ask_variant of task squad needs donors=together")
     order = short_passages(loaded, max_words, rng(seed, "squad"))
     for index, together in enumerate(chunks(order, passages)):
-        yield _group(f"{index:04d}", together, seed, questions, wording, ask_variant)
+        yield _group(f"{index:04d}", together, seed, questions, wording, ask_variant, donors)
 
 
 def _check_wording(wording: str, ask_variant: bool, has_variants: bool) -> None:
@@ -71,6 +87,7 @@ def _group(
     questions: int,
     wording: str,
     ask_variant: bool,
+    donors: str,
 ) -> Group:
     random_ = rng(seed, "squad", name)
     base = shuffled(together, random_)
@@ -86,7 +103,9 @@ def _group(
         for question in asked
         for form, text in _wordings(question, wording)
     )
-    if ask_variant:
+    if donors != "together":
+        history = tuple(_apart(base, donors))
+    elif ask_variant:
         history = tuple(
             _prompt(_same_first(base, rng(seed, "squad", name, question.id, "history")), text)
             for question in asked
@@ -96,6 +115,19 @@ def _group(
     else:
         history = (_prompt(base, spare[0].question if spare else _NEUTRAL),)
     return Group(name, history, cases)
+
+
+def _apart(base: Sequence[QuestionedPassage], donors: str) -> Iterator[Prompt]:
+    """Each passage in a prompt of its own."""
+    texts = [document(passage.title, passage.text) for passage in base]
+    for index, text in enumerate(texts):
+        before = {
+            "alone": "",
+            "sinks": _SINKS,
+            "preamble": _PREAMBLE,
+            "neighbour": texts[index - 1],
+        }
+        yield Prompt(text=f"{before[donors]}{text}Read.")
 
 
 def _interleaved(of_passages: Sequence[Sequence[PassageQuestion]]) -> Iterator[PassageQuestion]:

@@ -1,0 +1,137 @@
+"""The plain model of the experiments, and what the experiment on lean makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvshare_eval.simulate import lean
+from kvshare_eval.simulate.plain_model import PlainModel
+
+pytestmark = pytest.mark.unit
+
+LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 6, 4, 2, 8, 50
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PlainModel:
+    folder: Path = tmp_path_factory.mktemp("plain")
+    width = HEADS * DIM
+    config = {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "hidden_size": width,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    weights = {
+        "model.embed_tokens.weight": random(VOCAB, width),
+        "model.norm.weight": random(width),
+    }
+    for number in range(LAYERS):
+        name = f"model.layers.{number}."
+        weights |= {
+            f"{name}{norm}.weight": random(width) + 1
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        kv = KV_HEADS * DIM
+        for part, rows, columns in [
+            ("self_attn.q_proj", width, width),
+            ("self_attn.k_proj", kv, width),
+            ("self_attn.v_proj", kv, width),
+            ("self_attn.o_proj", width, width),
+            ("mlp.gate_proj", 2 * width, width),
+            ("mlp.up_proj", 2 * width, width),
+            ("mlp.down_proj", width, 2 * width),
+        ]:
+            weights[f"{name}{part}.weight"] = random(rows, columns)
+    save_file(weights, folder / "model.safetensors")
+    return PlainModel(folder)
+
+
+def passage(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def test_rows_may_come_in_parts_and_later_tokens_change_nothing(model: PlainModel) -> None:
+    ids = passage(1, 30)
+    whole, parts = model.empty(30), model.empty(30)
+    told, _ = model.run(ids, torch.arange(30), whole, logits_from=0)
+    first, _ = model.run(ids, torch.arange(12), parts, logits_from=0)
+    rest, _ = model.run(ids, torch.arange(12, 30), parts, logits_from=0)
+    assert torch.allclose(told, torch.cat([first, rest]), atol=1e-4)
+    other, _ = model.run(
+        [*ids[:20], *passage(2, 10)], torch.arange(30), model.empty(30), None, None, 0
+    )
+    assert torch.allclose(told[:20], other[:20], atol=1e-4)
+    assert not torch.allclose(told[20:], other[20:], atol=1e-2)
+
+
+def test_it_says_what_transformers_says(model: PlainModel) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        intermediate_size=2 * HEADS * DIM,
+        tie_word_embeddings=True,
+        **model.config,
+    )
+    other = LlamaForCausalLM(config).eval()
+    missing, unexpected = other.load_state_dict(model.weights, strict=False)
+    assert missing == ["lm_head.weight"]
+    assert not unexpected
+    ids = passage(3, 40)
+    told, _ = model.run(ids, torch.arange(40), model.empty(40), logits_from=0)
+    with torch.inference_mode():
+        expected = other(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert torch.allclose(told, expected, atol=1e-3)
+
+
+def test_the_experiment_s_bounds(model: PlainModel) -> None:
+    """All recomputed is full recomputation, nothing is not; leans are shares of attention."""
+    one, two = passage(5, 24), passage(6, 24)
+    donor = lean.donor_of(model, [*passage(7, 5), *one, *passage(8, 3), *two, *passage(9, 4)])
+    prompt = [*passage(10, 6), *two, *passage(11, 2), *one, *passage(12, 5)]
+    found = lean.reused(donor, prompt)
+    assert found.positions.tolist() == [*range(6, 30), *range(32, 56)]
+    assert found.sources.tolist() == [*range(32, 56), *range(5, 29)]
+    truth = lean.truth_of(model, prompt)
+    trial = lean.Trial(model, truth, [(donor, found)])
+    assert trial.divergence(found.positions) == pytest.approx(0, abs=1e-5)
+    assert trial.divergence(np.empty(0, dtype=np.int64)) > 1e-3
+    for shares in found.leans.values():
+        assert ((shares >= 0) & (shares <= 1)).all()
+    # The passage that stood later in the donor had more to lean on.
+    assert found.leans[lean.ALL][:24].sum() > found.leans[lean.ALL][24:].sum()
+    assert len(trial.best(found.leans[lean.ALL])) == 10
+
+
+def test_a_preference_takes_each_span_from_one_donor(model: PlainModel) -> None:
+    one, two = passage(5, 24), passage(6, 24)
+    first = lean.donor_of(model, [*one, *passage(8, 3), *two, 1])
+    second = lean.donor_of(model, [*two, *passage(9, 3), *one, 2])
+    prompt = [*passage(10, 2), *two, *passage(11, 2), *one, *passage(12, 5)]
+    options = [(donor, lean.reused(donor, prompt)) for donor in (first, second)]
+    for name, expected in [
+        ("closest position", [second, second]),
+        ("later source", [first, second]),
+    ]:
+        chosen = lean.preferring(options, lean.PREFERENCES[name])
+        # In the order of the first donor's spans: the prompt's.
+        assert [donor is want for (donor, _), want in zip(chosen, expected, strict=True)] == [
+            True
+        ] * 2
+        positions = np.concatenate([part.positions for _, part in chosen])
+        assert positions.tolist() == [*range(2, 26), *range(28, 52)]
