@@ -98,6 +98,12 @@ class KVShareConfig:
         low=0.0,
         high=1e9,
     )
+    probe_tokens: int = _option(
+        32,
+        "Rows before the output whose attention is looked at, by a selector that weighs by it.",
+        low=1,
+        high=4096,
+    )
     seam_tokens: int = _option(
         8,
         "Tokens at the start of every span that are recomputed when recompute_ratio is above 0.",

@@ -41,6 +41,7 @@ class RequestOptions:
     attention: str = KVShareConfig.attention
     check_layers: str = KVShareConfig.check_layers
     max_deviation: float = KVShareConfig.max_deviation
+    probe_tokens: int = KVShareConfig.probe_tokens
     refresh_tokens: int = KVShareConfig.refresh_tokens
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
@@ -55,6 +56,7 @@ class RequestOptions:
             self.attention,
             self.check_layers,
             self.max_deviation,
+            self.probe_tokens,
         )
         return ":".join(map(str, values))
 
@@ -184,6 +186,7 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
         attention=_choice(raw, "attention", config.attention, ATTENTION_SOURCES),
         check_layers=_layers(raw, config.check_layers),
         max_deviation=_share(raw, "max_deviation", config.max_deviation, most=1e9),
+        probe_tokens=_count(raw, "probe_tokens", config.probe_tokens, least=1, most=4096),
         refresh_tokens=_count(raw, "refresh_tokens", config.refresh_tokens, most=64),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
         tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
@@ -218,12 +221,12 @@ def _share(raw: Mapping[str, Any], key: str, default: float, most: float = 1.0) 
     return float(value)
 
 
-def _count(raw: Mapping[str, Any], key: str, default: int, most: int) -> int:
+def _count(raw: Mapping[str, Any], key: str, default: int, *, least: int = 0, most: int) -> int:
     value = raw.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestError(
             f"custom_params.{PARAMS_KEY}.{key}={value!r}: "
-            f"allowed are whole numbers from 0 to {most}"
+            f"allowed are whole numbers from {least} to {most}"
         )
     return value
 

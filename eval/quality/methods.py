@@ -34,6 +34,8 @@ FURTHER: Mapping[str, Callable[[str], Any]] = {
     "check_layers": lambda text: text.replace("+", ","),
     "recompute_error": float,
     "max_deviation": float,
+    "probe_tokens": int,
+    "refresh_tokens": int,
 }
 #: What earlier requests say: they compute what the exact prefix does not give, and publish it.
 HISTORY_SETTINGS: Mapping[str, Any] = {"reuse": "exact_prefix", "publish": True}

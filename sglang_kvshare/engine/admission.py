@@ -239,6 +239,7 @@ def choice_of(cache: KVShareRadixCache, options: RequestOptions) -> Choice:
         attention=options.attention,
         check_layers=layer_numbers(options.check_layers),
         max_deviation=options.max_deviation,
+        probe_tokens=options.probe_tokens,
         layers=cache.layers,
     )
 
@@ -252,7 +253,7 @@ def expected_savings(cache: KVShareRadixCache, choice: Choice, plan: ReusePlan) 
     spared = plan.matched_tokens - max(forced, math.ceil(ratio * plan.matched_tokens))
     rows = spared * (1 - choice.dense_layers / cache.layers)
     if choice.probes:
-        rows -= plan.scored_from + 1 - plan.spans[-1].end
+        rows -= min(choice.probe_tokens, plan.scored_from + 1 - plan.spans[-1].end)
     return _Spared(spared, max(0, int(rows)))
 
 

@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_kvshare.attention.attention_mass import attend_and_weigh
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
-from sglang_kvshare.engine.row_program import MOST_PROBE_ROWS, Chunk
+from sglang_kvshare.engine.row_program import Chunk
 from sglang_kvshare.plan import Int64Array
 
 
@@ -52,7 +52,7 @@ def probes_of(chunk: Chunk) -> Probes:
     assert choice is not None
     end = plan.scored_from + 1
     tail = end - max(1, choice.settings.tail_tokens)
-    start = max(min(plan.spans[-1].end, tail), end - MOST_PROBE_ROWS, chunk.start)
+    start = max(min(plan.spans[-1].end, tail), end - choice.probe_tokens, chunk.start)
     rows = np.arange(start, end, dtype=np.int64)
     cached = np.arange(chunk.start, dtype=np.int64)
     placed = chunk.placement.positions

@@ -26,9 +26,6 @@ from sglang_kvshare.recompute.refresh_queue import LeftOver
 from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
 from sglang_kvshare.scheduling.forward_cost import Load
 
-#: Rows whose attention is looked at, the last ones before the output.
-MOST_PROBE_ROWS = 128
-
 
 @dataclass(eq=False)
 class Chunk:
@@ -230,7 +227,7 @@ class RowProgram:
             forced = forced_tokens(plan, choice.settings)
             spare = chunk.placement.positions[~forced]
             lookers = np.flatnonzero(~np.isin(positions, spare) & (positions <= plan.scored_from))[
-                -MOST_PROBE_ROWS:
+                -choice.probe_tokens :
             ]
             query = look.q.index_select(0, on_device(rows.start + lookers))
             where = on_device(positions)

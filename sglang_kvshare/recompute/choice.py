@@ -14,6 +14,7 @@ class Choice:
     Attributes:
         check_layers: those that run for every row before the choice; empty when none is needed.
         probes: the prompt's last rows run through all layers first.
+        probe_tokens: so many rows at most are looked with.
         max_deviation: see :class:`sglang_kvshare.config.KVShareConfig`.
     """
 
@@ -22,6 +23,7 @@ class Choice:
     check_layers: tuple[int, ...] = ()
     probes: bool = False
     max_deviation: float = 1e9
+    probe_tokens: int = 32
 
     @property
     def waits(self) -> bool:
@@ -42,6 +44,7 @@ def fitted(
     attention: str,
     check_layers: tuple[int, ...],
     max_deviation: float,
+    probe_tokens: int,
     layers: int,
 ) -> Choice:
     """The choice for a model of ``layers`` decoder layers.
@@ -60,4 +63,4 @@ def fitted(
     usable = tuple(layer for layer in check_layers if layer < layers - 1) if checks else ()
     if checks and not usable:
         return Choice(selector_named("seams"), settings)
-    return Choice(selector, settings, usable, probes, max_deviation)
+    return Choice(selector, settings, usable, probes, max_deviation, probe_tokens)

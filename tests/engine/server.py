@@ -265,9 +265,9 @@ def check_counts(answer: Answer, prompt_tokens: int) -> None:
     # The last token is never matched, and never part of a prefix: its logits are asked for.
     assert report["new_tokens"] >= 1, report
     assert 0 <= report["refreshed_tokens"] <= report["reused_tokens"], report
-    # Of the probe pass at most 128 rows run twice.
+    # Of the probe pass at most so many rows run twice as a test asks for.
     fewest = report["new_tokens"]
-    assert fewest <= report["computed_rows"] <= prompt_tokens + 128, report
+    assert fewest <= report["computed_rows"] <= prompt_tokens + 64, report
     assert report["prefix_tokens"] == answer.cached, (report, answer.cached)
     assert answer.meta["cached_tokens_details"]["device"] == answer.cached, answer.meta
     assert report["decision"] in ("reuse", "none"), report

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from reference import Match, Reference
 
-#: As in the product: the last rows before the output that are looked at.
-MOST_LOOKERS = 128
+#: The default: the last rows before the output that are looked at.
+MOST_LOOKERS = 32
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Case:
     ratio: float
     seam_tokens: int
     tail_tokens: int
+    most_lookers: int = MOST_LOOKERS
 
     @property
     def placed(self) -> dict[int, tuple[tuple[int, ...], int]]:
@@ -44,7 +45,7 @@ class Case:
     def lookers(self) -> list[int]:
         """Rows that are not reused, or are computed in any case."""
         spare = set(self.placed) - self.forced
-        return [p for p in range(len(self.prompt)) if p not in spare][-MOST_LOOKERS:]
+        return [p for p in range(len(self.prompt)) if p not in spare][-self.most_lookers :]
 
     @property
     def probe_rows(self) -> list[int]:
@@ -52,7 +53,7 @@ class Case:
         end = len(self.prompt)
         last = self.matches[-1]
         start = min(last.start + last.length, end - max(1, self.tail_tokens))
-        return list(range(max(start, end - MOST_LOOKERS), end))
+        return list(range(max(start, end - self.most_lookers), end))
 
     def moved(self, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key (not rotated) and value of the donor."""

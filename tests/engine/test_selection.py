@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from comparing import difference, largest_difference, narrow_layer
 from prompts import Book, cached_part
@@ -79,10 +81,18 @@ def test_a_prompt_that_stays_in_one_chunk_is_chosen_from_as_a_whole(server, refe
     check_selection(server, references, name, 0.25)
 
 
-def check_selection(server, references, name, ratio):
+@pytest.mark.parametrize("name", ["query", "dhd at the check layer"])
+@on("llama")
+def test_fewer_rows_may_look(server, references, name):
+    check_selection(server, references, name, 0.25, probe_tokens=3)
+
+
+def check_selection(server, references, name, ratio, **further):
     settings, scores, checks = SCORES[name]
     prompt, case = made(server, references, 300, ratio)
-    answer = server.generate(prompt, 8, recompute_ratio=ratio, publish=False, **settings)
+    if further:
+        case = replace(case, most_lookers=further["probe_tokens"])
+    answer = server.generate(prompt, 8, recompute_ratio=ratio, publish=False, **settings, **further)
     spared = case.spared(scores(case))
     matched = len(case.placed)
     assert answer.counts == (0, len(spared), matched - len(spared), len(prompt) - matched)

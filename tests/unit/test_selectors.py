@@ -174,7 +174,7 @@ def test_the_registry_names_what_it_knows():
 
 def test_every_selector_has_a_file_and_says_where_it_comes_from():
     files = {path.stem for path in Path(selectors.__path__[0]).glob("*.py")}
-    assert len(files) >= 3 + len(NAMES) - 2
+    assert len(files) == len({"__init__", "registry", "choosing"}) + len(NAMES)
     for name in NAMES:
         selector = selector_named(name)
         assert selector.source
@@ -192,6 +192,7 @@ def choice(name, attention="probe_pass", layers=24, check_layers=(1,), ratio=0.2
         attention=attention,
         check_layers=check_layers,
         max_deviation=9.0,
+        probe_tokens=32,
         layers=layers,
     )
 
