@@ -61,12 +61,12 @@ class KVShareConfig:
         choices=REUSE_MODES,
     )
     selector: str = _option(
-        "seams",
-        "Which reused tokens are recomputed all the same (see docs/how-it-works.md).",
+        "contribution",
+        "Which reused tokens are recomputed all the same (see docs/selectors.md).",
         choices=_selectors,
     )
     recompute_ratio: float = _option(
-        0.05,
+        0.15,
         "Share of the reused tokens that is recomputed, seams and tail included. 0 recomputes "
         "none of them, not even the seams; 1 recomputes all.",
         low=0.0,

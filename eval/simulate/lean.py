@@ -13,170 +13,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.quality.cases import Prompt
 from kvshare_eval.quality.tasks import find_task
-from kvshare_eval.simulate.plain_model import Layer, PlainModel
+from kvshare_eval.simulate.plain_model import PlainModel
+from kvshare_eval.simulate.trial import (
+    ALL,
+    Donor,
+    Reused,
+    Trial,
+    Truth,
+    donor_of,
+    reused,
+    token_ids,
+    truth_of,
+)
 from kvshare_eval.stats.paired import geometric_mean_ratio
-from sglang_kvshare.matching.planner import plan_reuse
-from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.plan import Int64Array, ReusePlan
-
-MIN_RUN_TOKENS = 16
-ANSWER_TOKENS = 12
-RATIO = 0.2
-#: The mean over all layers.
-ALL = "all"
-
-
-@dataclass(frozen=True)
-class Donor:
-    """A prompt that was computed in full.
-
-    Attributes:
-        outside: for each name fp32 ``[tokens, tokens + 1]``: ``outside[name][p, s]`` is the share
-            of the attention of token ``p`` that went to tokens ``[1, s)``, as a mean over all
-            layers or in one of them.
-    """
-
-    ids: list[int]
-    cache: list[Layer]
-    outside: dict[str, torch.Tensor]
-
-
-def donor_of(model: PlainModel, ids: list[int]) -> Donor:
-    cache, lean = model.empty(len(ids)), []
-    model.run(ids, torch.arange(len(ids)), cache, lean=lean)
-    of = {ALL: torch.stack(lean).mean(0)}
-    of |= {str(number): lean[number].clone() for number in _some(model.layers)}
-    outside = {}
-    for name, attention in of.items():
-        attention[:, 0] = 0
-        outside[name] = torch.cat([torch.zeros(len(ids), 1), attention.cumsum(1)], 1)
-    return Donor(ids, cache, outside)
-
-
-def _some(layers: int) -> list[int]:
-    """Layers whose attention alone is tried."""
-    return [layers * share // 6 for share in (1, 2, 3)]
-
-
-@dataclass(frozen=True)
-class Reused:
-    """Where the tokens of a prompt have a donor: int64 ``[m]``; ``leans`` are fp64 ``[m]``."""
-
-    positions: Int64Array
-    sources: Int64Array
-    span: Int64Array
-    leans: dict[str, np.ndarray]
-
-    def only(self, mask: Any) -> Reused:
-        leans = {name: lean[mask] for name, lean in self.leans.items()}
-        return Reused(self.positions[mask], self.sources[mask], self.span[mask], leans)
-
-
-def reused(donor: Donor, ids: Sequence[int]) -> Reused:
-    plan = _plan(donor.ids, ids)
-    spans = np.concatenate([[i] * s.length for i, s in enumerate(plan.spans)]).astype(np.int64)
-    begins = [s.source for s in plan.spans]
-    sources = plan.slots()
-    before = np.array(begins, dtype=np.int64)[spans]
-    leans = {
-        name: outside[sources, before].double().numpy() for name, outside in donor.outside.items()
-    }
-    return Reused(plan.positions(), sources, spans, leans)
-
-
-def _plan(donor: Sequence[int], ids: Sequence[int]) -> ReusePlan:
-    """Slots are positions of the donor."""
-    index = RunIndex(len(donor), MIN_RUN_TOKENS)
-    tokens = np.array(donor, dtype=np.int64)
-    index.insert(1, b"", tokens, np.arange(len(donor)), -1, position=0, depth=0)
-    equal = [a == b for a, b in zip(donor, ids, strict=False)]
-    prefix = equal.index(False) if False in equal else len(equal)
-    return plan_reuse(index, np.array(ids, dtype=np.int64), prefix, b"", 4)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Full recompute of a prompt and its own first tokens behind it."""
-
-    prompt: list[int]
-    answer: list[int]
-    logprobs: torch.Tensor
-    cache: list[Layer]
-
-
-def truth_of(model: PlainModel, prompt: list[int]) -> Truth:
-    longest = len(prompt) + ANSWER_TOKENS
-    cache = model.empty(longest)
-
-    def part(tokens: int) -> list[Layer]:
-        return [Layer(layer.keys[:tokens], layer.values[:tokens]) for layer in cache]
-
-    ids, told = list(prompt), []
-    rows = torch.arange(len(prompt))
-    for _ in range(ANSWER_TOKENS):
-        logprobs, _ = model.run(ids, rows, part(len(ids)))
-        told.append(logprobs[-1])
-        ids.append(int(told[-1].argmax()))
-        rows = torch.tensor([len(ids) - 1])
-    return Truth(list(prompt), ids[len(prompt) :], torch.stack(told), cache)
-
-
-class Trial:
-    """One prompt with the values of its donors in place."""
-
-    def __init__(self, model: PlainModel, truth: Truth, choice: Sequence[tuple[Donor, Reused]]):
-        self.model, self.truth = model, truth
-        self.ids = truth.prompt + truth.answer[:-1]
-        self.positions = np.concatenate([r.positions for _, r in choice])
-        names = choice[0][1].leans
-        self.leans = {name: np.concatenate([r.leans[name] for _, r in choice]) for name in names}
-        self._cache = [
-            Layer(layer.keys[: len(self.ids)].clone(), layer.values[: len(self.ids)].clone())
-            for layer in truth.cache
-        ]
-        for donor, part in choice:
-            at, of = torch.from_numpy(part.positions), torch.from_numpy(part.sources)
-            for mine, its in zip(self._cache, donor.cache, strict=True):
-                mine.keys[at], mine.values[at] = its.keys[of], its.values[of]
-
-    def divergence(self, recompute: Int64Array) -> float:
-        """Mean KL from full recompute over the answer, nats."""
-        spared = np.setdiff1d(self.positions, recompute)
-        rows = np.setdiff1d(np.arange(self._first, len(self.ids)), spared)
-        start = len(self.truth.prompt) - 1
-        cache = [Layer(layer.keys.clone(), layer.values.clone()) for layer in self._cache]
-        told, _ = self.model.run(self.ids, torch.from_numpy(rows), cache, logits_from=start)
-        true = self.truth.logprobs
-        return float((true.exp() * (true - told)).sum(1).mean())
-
-    @property
-    def _first(self) -> int:
-        return int(self.positions.min())
-
-    def contribution(self) -> np.ndarray:
-        """What the rows behind the last span take up of each reused token."""
-        prompt = len(self.truth.prompt)
-        rows = np.arange(int(self.positions.max()) + 1, prompt)
-        cache = [Layer(x.keys[:prompt].clone(), x.values[:prompt].clone()) for x in self._cache]
-        at = torch.from_numpy(rows)
-        _, watched = self.model.run(self.ids[:prompt], at, cache, watch=at)
-        assert watched is not None
-        return watched.contribution.sum(0).double().numpy()[self.positions]
-
-    def best(self, scores: np.ndarray) -> Int64Array:
-        count = int(np.ceil(RATIO * len(self.positions)))
-        return self.positions[np.argsort(-scores, kind="stable")[:count]]
 
 
 def preferring(
@@ -238,16 +95,10 @@ def cases_of(tokenizer: Any, source: DataSource, cases: int) -> Iterator[list[li
         if len(group.cases) < 2:
             continue
         prompts = [group.cases[0].prompt, group.history[0], group.cases[1].prompt]
-        yield [_ids(tokenizer, prompt) for prompt in prompts]
+        yield [token_ids(tokenizer, prompt) for prompt in prompts]
         cases -= 1
         if not cases:
             return
-
-
-def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def main(

@@ -130,7 +130,11 @@ class TreeCacheMachine(RuleBasedStateMachine):
             page_size=self.page_size,
         )
         config = KVShareConfig(
-            min_run_tokens=WINDOW, min_saved_tokens=1, seam_tokens=1, max_depth=self.max_depth
+            selector="seams",
+            min_run_tokens=WINDOW,
+            min_saved_tokens=1,
+            seam_tokens=1,
+            max_depth=self.max_depth,
         )
         self.cache = KVShareRadixCache(params, config, layers=LAYERS)
         self.faults: list[str] = []

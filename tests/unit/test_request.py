@@ -22,7 +22,9 @@ def parse(**given):
 
 @pytest.mark.parametrize("params", [None, {}, {"kvshare": None}, {"kvshare": {}}, {"other": 1}])
 def test_a_request_that_says_nothing_gets_the_server_defaults(params):
-    assert parse_request_options(params, CONFIG) == RequestOptions("exact_prefix", 0.25, "seams")
+    assert parse_request_options(params, CONFIG) == RequestOptions(
+        "exact_prefix", 0.25, CONFIG.selector
+    )
 
 
 def test_each_value_is_taken():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvshare_eval.simulate import lean
+from kvshare_eval.simulate import fragments, lean, trial
 from kvshare_eval.simulate.plain_model import PlainModel
 
 pytestmark = pytest.mark.unit
@@ -102,28 +102,28 @@ def test_it_says_what_transformers_says(model: PlainModel) -> None:
 def test_the_experiment_s_bounds(model: PlainModel) -> None:
     """All recomputed is full recomputation, nothing is not; leans are shares of attention."""
     one, two = passage(5, 24), passage(6, 24)
-    donor = lean.donor_of(model, [*passage(7, 5), *one, *passage(8, 3), *two, *passage(9, 4)])
+    donor = trial.donor_of(model, [*passage(7, 5), *one, *passage(8, 3), *two, *passage(9, 4)])
     prompt = [*passage(10, 6), *two, *passage(11, 2), *one, *passage(12, 5)]
-    found = lean.reused(donor, prompt)
+    found = trial.reused(donor, prompt)
     assert found.positions.tolist() == [*range(6, 30), *range(32, 56)]
     assert found.sources.tolist() == [*range(32, 56), *range(5, 29)]
-    truth = lean.truth_of(model, prompt)
-    trial = lean.Trial(model, truth, [(donor, found)])
-    assert trial.divergence(found.positions) == pytest.approx(0, abs=1e-5)
-    assert trial.divergence(np.empty(0, dtype=np.int64)) > 1e-3
+    truth = trial.truth_of(model, prompt)
+    placed = trial.Trial(model, truth, [(donor, found)])
+    assert placed.divergence(found.positions) == pytest.approx(0, abs=1e-5)
+    assert placed.divergence(np.empty(0, dtype=np.int64)) > 1e-3
     for shares in found.leans.values():
         assert ((shares >= 0) & (shares <= 1)).all()
     # The passage that stood later in the donor had more to lean on.
-    assert found.leans[lean.ALL][:24].sum() > found.leans[lean.ALL][24:].sum()
-    assert len(trial.best(found.leans[lean.ALL])) == 10
+    assert found.leans[trial.ALL][:24].sum() > found.leans[trial.ALL][24:].sum()
+    assert len(placed.best(found.leans[trial.ALL])) == 10
 
 
 def test_a_preference_takes_each_span_from_one_donor(model: PlainModel) -> None:
     one, two = passage(5, 24), passage(6, 24)
-    first = lean.donor_of(model, [*one, *passage(8, 3), *two, 1])
-    second = lean.donor_of(model, [*two, *passage(9, 3), *one, 2])
+    first = trial.donor_of(model, [*one, *passage(8, 3), *two, 1])
+    second = trial.donor_of(model, [*two, *passage(9, 3), *one, 2])
     prompt = [*passage(10, 2), *two, *passage(11, 2), *one, *passage(12, 5)]
-    options = [(donor, lean.reused(donor, prompt)) for donor in (first, second)]
+    options = [(donor, trial.reused(donor, prompt)) for donor in (first, second)]
     for name, expected in [
         ("closest position", [second, second]),
         ("later source", [first, second]),
@@ -135,3 +135,14 @@ def test_a_preference_takes_each_span_from_one_donor(model: PlainModel) -> None:
         ] * 2
         positions = np.concatenate([part.positions for _, part in chosen])
         assert positions.tolist() == [*range(2, 26), *range(28, 52)]
+
+
+def test_fragments_do_not_overlap_and_every_way_is_measured(model: PlainModel) -> None:
+    pieces = [passage(20 + number, 16 + 4 * number) for number in range(5)]
+    donors = [trial.donor_of(model, [*piece, 1]) for piece in [*pieces, pieces[0]]]
+    prompt = [token for piece in pieces for token in (2, *piece)] + [3, 4, 5]
+    told = fragments.measure(model, prompt, donors)
+    assert told is not None
+    assert len(told) == 1 + 4 * len(fragments.RATIOS)
+    assert all(kl >= -1e-6 for kl in told.values())
+    assert fragments.measure(model, prompt, donors[:3]) is None
