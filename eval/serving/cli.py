@@ -49,7 +49,10 @@ def serving(
         ),
     ] = None,
     sides: Annotated[
-        str, typer.Option(help="Which of stock, off, reuse, in the order of the first repeat.")
+        str,
+        typer.Option(
+            help="Which of stock, off, reuse and SELECTOR@RATIO, in the order of the first repeat."
+        ),
     ] = "stock,off,reuse",
     url: Annotated[
         list[str] | None,

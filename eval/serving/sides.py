@@ -1,8 +1,9 @@
 """The sides of a comparison, and the servers behind them.
 
 ``stock``: SGLang without the plug-in. ``off``: a KVShare server of which every request asks for
-stock behaviour. ``reuse``: the same server, every request as it comes. Both servers run at the same
-time with the same flags; load goes to one at a time.
+stock behaviour. ``reuse``: the same server, every request as it comes. Any other side is a method
+of ``kvshare eval quality``, such as ``dhd@0.15``: the same server, every request with its settings.
+Both servers run at the same time with the same flags; load goes to one at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import requests
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.metering import scheduler_processes
+from kvshare_eval.quality.methods import parse_methods
 from kvshare_eval.servers import Mode, Server, ServerError
 
 #: Side -> the kind of server, and what every request says under ``custom_params.kvshare``.
@@ -28,6 +30,24 @@ SIDES: dict[str, tuple[Mode, dict[str, Any] | None]] = {
     "reuse": ("kvshare", None),
 }
 _CONTROL_SECONDS = 120.0
+
+
+def side_of(name: str) -> tuple[Mode, dict[str, Any] | None]:
+    """The kind of server, and what every request says.
+
+    Raises:
+        EvalError: no such side.
+    """
+    if name in SIDES:
+        return SIDES[name]
+    if "@" not in name:
+        raise EvalError(
+            f"unknown side {name!r}: allowed are {', '.join(SIDES)}, and SELECTOR@RATIO"
+        )
+    settings = dict(parse_methods([name])[-1].settings)
+    # What a request computes serves the next ones, as it would without settings.
+    del settings["publish"]
+    return "kvshare", settings
 
 
 @dataclass(frozen=True)
@@ -69,7 +89,7 @@ class Side:
             body["sampling_params"]["custom_params"] = {"kvshare": dict(self.kvshare)}
         answer = json.loads(_checked("POST", f"{self.url}/generate", body))
         details = answer["meta_info"].get("cached_tokens_details") or {}
-        found, wanted = "kvshare" in details, SIDES[self.name][0] == "kvshare"
+        found, wanted = "kvshare" in details, side_of(self.name)[0] == "kvshare"
         if found and not wanted:
             raise EvalError(f"side {self.name}: its server runs KVShare; allowed are off, reuse")
         if wanted and not found:
@@ -109,8 +129,7 @@ def check_sides(names: Sequence[str]) -> tuple[str, ...]:
         EvalError: one of them is unknown or named twice.
     """
     for name in names:
-        if name not in SIDES:
-            raise EvalError(f"unknown side {name!r}: allowed are {', '.join(SIDES)}")
+        side_of(name)
     if not names or len(set(names)) < len(names):
         raise EvalError(f"sides {','.join(names)!r}: name each of them once")
     return tuple(names)
@@ -141,7 +160,7 @@ def started_sides(
     with ExitStack() as running:
         servers: dict[Mode, MeteredServer] = {}
         for name in names:
-            mode = SIDES[name][0]
+            mode = side_of(name)[0]
             if mode not in servers:
                 server = MeteredServer(model, mode=mode, log=logs / f"{mode}.log", args=flags)
                 try:
@@ -151,13 +170,13 @@ def started_sides(
         yield {
             name: Side(name, servers[mode].url, kvshare, servers[mode].schedulers())
             for name in names
-            for mode, kvshare in [SIDES[name]]
+            for mode, kvshare in [side_of(name)]
         }
 
 
 def url_sides(urls: Mapping[str, str]) -> dict[str, Side]:
     """Sides on servers that run already."""
-    return {name: Side(name, url, SIDES[name][1]) for name, url in urls.items()}
+    return {name: Side(name, url, side_of(name)[1]) for name, url in urls.items()}
 
 
 def _checked(method: str, url: str, body: Any = None) -> bytes:

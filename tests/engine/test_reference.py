@@ -8,6 +8,8 @@ from prompts import Book
 from reference import Match, Reference, spared_positions
 from tiny_models import CONTEXT, MODELS
 
+from kvshare_eval.simulate.plain_model import PlainModel
+
 pytestmark = pytest.mark.engine
 
 SERVED = ("llama", "llama3_rope", "linear_rope", "mistral", "qwen2", "qwen3", "glm4")
@@ -30,6 +32,15 @@ def test_the_reference_computes_what_transformers_computes(name, tmp_path):
     torch.testing.assert_close(
         Reference(MODELS[name]).full(tokens).logprobs(), expected, atol=2e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_model_of_the_experiments_computes_the_same(name, tmp_path):
+    plain = PlainModel(MODELS[name].write(tmp_path))
+    tokens = Book(4).passage(120)
+    told, _ = plain.run(tokens, torch.arange(120), plain.empty(120), logits_from=0)
+    expected = Reference(MODELS[name]).all_logprobs(tokens)
+    torch.testing.assert_close(told, expected, atol=2e-4, rtol=0)
 
 
 def test_decoding_one_by_one_equals_one_prefill():

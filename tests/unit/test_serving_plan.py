@@ -16,7 +16,7 @@ from kvshare_eval.serving.plan import (
     windows_of,
 )
 from kvshare_eval.serving.record import RequestRecord, WindowRecord
-from kvshare_eval.serving.sides import check_sides, read_urls
+from kvshare_eval.serving.sides import check_sides, read_urls, side_of
 from kvshare_eval.serving.summary import line, summarize
 from kvshare_eval.serving.tokens import Corpus
 
@@ -109,9 +109,16 @@ def test_sides_and_urls() -> None:
         "off": "http://a:1",
         "reuse": "http://a:1",
     }
+    assert check_sides(["off", "dhd@0.15"]) == ("off", "dhd@0.15")
+    assert side_of("dhd@0.15") == (
+        "kvshare",
+        {"reuse": "approximate", "selector": "dhd", "recompute_ratio": 0.15},
+    )
     for names in (["none"], ["off", "off"], []):
         with pytest.raises(EvalError, match="side"):
             check_sides(names)
+    with pytest.raises(EvalError, match="ratio from 0 to 1"):
+        check_sides(["dhd@2"])
     assert read_urls([]) == {}
     for items in (["http://a:1"], ["off=a:1"], ["off=http://a", "off=http://b"]):
         with pytest.raises(EvalError):

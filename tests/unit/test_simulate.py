@@ -79,26 +79,6 @@ def test_rows_may_come_in_parts_and_later_tokens_change_nothing(model: PlainMode
     assert not torch.allclose(told[20:], other[20:], atol=1e-2)
 
 
-def test_it_says_what_transformers_says(model: PlainModel) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        intermediate_size=2 * HEADS * DIM,
-        tie_word_embeddings=True,
-        **model.config,
-    )
-    other = LlamaForCausalLM(config).eval()
-    missing, unexpected = other.load_state_dict(model.weights, strict=False)
-    assert missing == ["lm_head.weight"]
-    assert not unexpected
-    ids = passage(3, 40)
-    told, _ = model.run(ids, torch.arange(40), model.empty(40), logits_from=0)
-    with torch.inference_mode():
-        expected = other(torch.tensor([ids])).logits[0].log_softmax(-1)
-    assert torch.allclose(told, expected, atol=1e-3)
-
-
 def test_the_experiment_s_bounds(model: PlainModel) -> None:
     """All recomputed is full recomputation, nothing is not; leans are shares of attention."""
     one, two = passage(5, 24), passage(6, 24)
