@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -92,11 +93,11 @@ class KVShareConfig:
         numbers=True,
     )
     max_deviation: float = _option(
-        1e9,
+        math.inf,
         "A span whose measured deviation (of its values at the first check layer, as a share of "
-        "their size) is above this is computed in full.",
+        "their size) is above this is computed in full. inf: none is.",
         low=0.0,
-        high=1e9,
+        high=math.inf,
     )
     probe_tokens: int = _option(
         32,

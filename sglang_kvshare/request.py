@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -185,7 +186,7 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
         recompute_error=_share(raw, "recompute_error", config.recompute_error),
         attention=_choice(raw, "attention", config.attention, ATTENTION_SOURCES),
         check_layers=_layers(raw, config.check_layers),
-        max_deviation=_share(raw, "max_deviation", config.max_deviation, most=1e9),
+        max_deviation=_share(raw, "max_deviation", config.max_deviation, most=math.inf),
         probe_tokens=_count(raw, "probe_tokens", config.probe_tokens, least=1, most=4096),
         refresh_tokens=_count(raw, "refresh_tokens", config.refresh_tokens, most=64),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang_kvshare.recompute.selectors import Need, SelectionSettings, Selector, selector_named
@@ -22,7 +23,7 @@ class Choice:
     settings: SelectionSettings
     check_layers: tuple[int, ...] = ()
     probes: bool = False
-    max_deviation: float = 1e9
+    max_deviation: float = math.inf
     probe_tokens: int = 32
 
     @property
