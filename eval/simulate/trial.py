@@ -100,8 +100,8 @@ class Truth:
     cache: list[Layer]
 
 
-def truth_of(model: PlainModel, prompt: list[int]) -> Truth:
-    longest = len(prompt) + ANSWER_TOKENS
+def truth_of(model: PlainModel, prompt: list[int], answer_tokens: int = ANSWER_TOKENS) -> Truth:
+    longest = len(prompt) + answer_tokens
     cache = model.empty(longest)
 
     def part(tokens: int) -> list[Layer]:
@@ -109,7 +109,7 @@ def truth_of(model: PlainModel, prompt: list[int]) -> Truth:
 
     ids, told = list(prompt), []
     rows = torch.arange(len(prompt))
-    for _ in range(ANSWER_TOKENS):
+    for _ in range(answer_tokens):
         logprobs, _ = model.run(ids, rows, part(len(ids)))
         told.append(logprobs[-1])
         ids.append(int(told[-1].argmax()))
@@ -144,6 +144,28 @@ class Trial:
         told, _ = self.model.run(self.ids, torch.from_numpy(rows), cache, logits_from=start)
         true = self.truth.logprobs
         return float((true.exp() * (true - told)).sum(1).mean())
+
+    def decoded(self, recompute: Int64Array, refresh: Int64Array, rows_a_step: int) -> list[float]:
+        """KL from full recompute at each token of the answer, decoded one by one.
+
+        Args:
+            refresh: positions that are recomputed while decoding, in this order.
+            rows_a_step: so many of them beside each token; 0 for none.
+        """
+        prompt = len(self.truth.prompt)
+        spared = np.setdiff1d(self.positions, recompute)
+        rows = np.setdiff1d(np.arange(self._first, prompt), spared)
+        cache = [Layer(layer.keys.clone(), layer.values.clone()) for layer in self._cache]
+        waiting, told = refresh.tolist(), []
+        for length in range(prompt, len(self.ids) + 1):
+            part = [Layer(layer.keys[:length], layer.values[:length]) for layer in cache]
+            at = torch.from_numpy(rows)
+            logprobs, _ = self.model.run(self.ids[:length], at, part, logits_from=length - 1)
+            true = self.truth.logprobs[length - prompt]
+            told.append(float((true.exp() * (true - logprobs[-1])).sum()))
+            taken, waiting = waiting[:rows_a_step], waiting[rows_a_step:]
+            rows = np.array([*sorted(taken), length], dtype=np.int64)
+        return told
 
     @property
     def _first(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvshare_eval.simulate import fragments, lean, trial
+from kvshare_eval.simulate import decode, fragments, lean, trial
 from kvshare_eval.simulate.plain_model import PlainModel
 
 pytestmark = pytest.mark.unit
@@ -126,3 +126,25 @@ def test_fragments_do_not_overlap_and_every_way_is_measured(model: PlainModel) -
     assert len(told) == 1 + 4 * len(fragments.RATIOS)
     assert all(kl >= -1e-6 for kl in told.values())
     assert fragments.measure(model, prompt, donors[:3]) is None
+
+
+def test_refreshing_all_in_order_leaves_nothing_and_none_is_what_one_pass_gives(
+    model: PlainModel,
+) -> None:
+    piece = passage(30, 24)
+    source = trial.donor_of(model, [*passage(31, 5), *piece, 1])
+    prompt = [*passage(32, 3), *piece, *passage(33, 5)]
+    found = trial.reused(source, prompt)
+    placed = trial.Trial(model, trial.truth_of(model, prompt, 8), [(source, found)])
+    nothing = np.empty(0, dtype=np.int64)
+    plain = placed.decoded(nothing, nothing, 0)
+    assert len(plain) == 8
+    assert np.mean(plain) == pytest.approx(placed.divergence(nothing), abs=1e-5)
+    # In order of position, all behind the first token: from then on everything rests on exact
+    # values, but for the prompt's own rows behind the passage.
+    refreshed = placed.decoded(nothing, np.arange(found.positions[0], len(prompt)), 64)
+    assert refreshed[0] == pytest.approx(plain[0], abs=1e-6)
+    assert max(refreshed[1:]) < 1e-5 < max(plain[1:])
+    told = decode.measure(model, prompt, [*passage(31, 5), *piece, 1], 6)
+    assert told is not None
+    assert all(len(kl) == 6 for kl in told.values())
