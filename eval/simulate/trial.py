@@ -38,7 +38,8 @@ class Donor:
 
 
 def donor_of(model: PlainModel, ids: list[int]) -> Donor:
-    cache, lean = model.empty(len(ids)), []
+    cache = model.empty(len(ids))
+    lean: list[torch.Tensor] = []
     model.run(ids, torch.arange(len(ids)), cache, lean=lean)
     of = {ALL: torch.stack(lean).mean(0)}
     of |= {str(number): lean[number].clone() for number in _some(model.layers)}

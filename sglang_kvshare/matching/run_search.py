@@ -299,7 +299,7 @@ class _Search:
         beginning = (start * self.arena.slot.shape[0] + head)[order]
         order = order[np.sort(firsts(beginning))]
         if not self.query.covering:
-            return order.tolist()
+            return list(map(int, order))
         # Most copies of a passage match equally far: the first in order serves.
         place = (start * (self.n + 1) + end)[order]
         order = order[np.sort(firsts(place))]
