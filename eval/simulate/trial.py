@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvshare_eval.quality.cases import Prompt
-from kvshare_eval.simulate.plain_model import Layer, PlainModel
+from kvshare_eval.simulate.plain_model import Layer, PlainModel, Watched
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.plan import Int64Array, ReusePlan
@@ -174,13 +174,18 @@ class Trial:
 
     def contribution(self) -> np.ndarray:
         """What the rows behind the last span take up of each reused token."""
+        taken_up: np.ndarray = self.watched().contribution.sum(0).double().numpy()
+        return taken_up[self.positions]
+
+    def watched(self) -> Watched:
+        """What the rows behind the last span see."""
         prompt = len(self.truth.prompt)
         rows = np.arange(int(self.positions.max()) + 1, prompt)
         cache = [Layer(x.keys[:prompt].clone(), x.values[:prompt].clone()) for x in self._cache]
         at = torch.from_numpy(rows)
         _, watched = self.model.run(self.ids[:prompt], at, cache, watch=at)
         assert watched is not None
-        return watched.contribution.sum(0).double().numpy()[self.positions]
+        return watched
 
     def best(self, scores: np.ndarray, ratio: float = RATIO) -> Int64Array:
         """The positions of the best scores."""

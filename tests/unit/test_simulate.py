@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvshare_eval.simulate import decode, fragments, lean, trial
+from kvshare_eval.simulate import decode, fragments, lean, scores, trial
 from kvshare_eval.simulate.plain_model import PlainModel
 
 pytestmark = pytest.mark.unit
@@ -145,6 +145,9 @@ def test_refreshing_all_in_order_leaves_nothing_and_none_is_what_one_pass_gives(
     refreshed = placed.decoded(nothing, np.arange(found.positions[0], len(prompt)), 64)
     assert refreshed[0] == pytest.approx(plain[0], abs=1e-6)
     assert max(refreshed[1:]) < 1e-5 < max(plain[1:])
+    left = scores.measure(model, prompt, [*passage(31, 5), *piece, 1], 0.5)
+    assert left is not None
+    assert set(left) == {"none", *scores.SCORES}
     told = decode.measure(model, prompt, [*passage(31, 5), *piece, 1], 6)
     assert told is not None
     assert all(len(kl) == 6 for kl in told.values())
