@@ -71,7 +71,8 @@ class Reused:
 
 def reused(donor: Donor, ids: Sequence[int]) -> Reused:
     plan = _plan(donor.ids, ids)
-    spans = np.concatenate([[i] * s.length for i, s in enumerate(plan.spans)]).astype(np.int64)
+    lengths = np.array([s.length for s in plan.spans], dtype=np.int64)
+    spans = np.repeat(np.arange(len(lengths)), lengths)
     begins = [s.source for s in plan.spans]
     sources = plan.slots()
     before = np.array(begins, dtype=np.int64)[spans]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvshare_eval.simulate import decode, fragments, lean, scores, trial
+from kvshare_eval.simulate import decode, deviation, fragments, lean, scores, trial
 from kvshare_eval.simulate.plain_model import PlainModel
 
 pytestmark = pytest.mark.unit
@@ -151,3 +151,14 @@ def test_refreshing_all_in_order_leaves_nothing_and_none_is_what_one_pass_gives(
     told = decode.measure(model, prompt, [*passage(31, 5), *piece, 1], 6)
     assert told is not None
     assert all(len(kl) == 6 for kl in told.values())
+
+
+def test_deviation_is_nothing_in_the_same_context_and_at_layer_0(model: PlainModel) -> None:
+    piece = passage(40, 40)
+    same, other = [*passage(41, 5), *piece, 1], [*passage(42, 5), *piece, 1]
+    # The same tokens up to the last: all of it is an exact prefix, and nothing is left to reuse.
+    assert deviation.deviations(model, [*passage(41, 5), *piece, 2], [same]) == []
+    ((first, *others),) = deviation.deviations(model, [*passage(41, 5), *piece, 2], [other])
+    assert first == pytest.approx(0, abs=1e-5)
+    assert len(others) == LAYERS - 1
+    assert min(others) > 0.01
