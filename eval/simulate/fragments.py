@@ -23,6 +23,7 @@ from kvshare_eval.simulate.trial import (
     Donor,
     Reused,
     Trial,
+    apart,
     donor_of,
     reused,
     token_ids,
@@ -36,7 +37,7 @@ RATIOS = (0.25, 0.5)
 
 def measure(model: PlainModel, prompt: list[int], donors: list[Donor]) -> dict[str, float] | None:
     """KL of each way; ``None`` where fewer than four spans are reused."""
-    parts = _apart([(donor, reused(donor, prompt)) for donor in donors])
+    parts = apart([(donor, reused(donor, prompt)) for donor in donors])
     if len(parts) < 4:
         return None
     trial = Trial(model, truth_of(model, prompt), parts)
@@ -52,19 +53,6 @@ def measure(model: PlainModel, prompt: list[int], donors: list[Donor]) -> dict[s
         for name, score in scores.items():
             told[f"{name}@{ratio}"] = trial.divergence(trial.best(score, ratio))
     return told
-
-
-def _apart(options: list[tuple[Donor, Reused]]) -> list[tuple[Donor, Reused]]:
-    """One entry a span, none of which holds a position of another."""
-    taken: set[int] = set()
-    parts = []
-    for donor, found in options:
-        for span in np.unique(found.span):
-            part = found.only(found.span == span)
-            if taken.isdisjoint(part.positions.tolist()):
-                taken.update(part.positions.tolist())
-                parts.append((donor, part))
-    return parts
 
 
 def _positions(parts: list[tuple[Donor, Reused]]) -> list[Int64Array]:

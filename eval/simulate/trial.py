@@ -92,6 +92,19 @@ def _plan(donor: Sequence[int], ids: Sequence[int]) -> ReusePlan:
     return plan_reuse(index, np.array(ids, dtype=np.int64), prefix, b"", 4)
 
 
+def apart(options: list[tuple[Donor, Reused]]) -> list[tuple[Donor, Reused]]:
+    """One entry a span, none of which holds a position of another."""
+    taken: set[int] = set()
+    parts = []
+    for donor, found in options:
+        for span in np.unique(found.span):
+            part = found.only(found.span == span)
+            if taken.isdisjoint(part.positions.tolist()):
+                taken.update(part.positions.tolist())
+                parts.append((donor, part))
+    return parts
+
+
 @dataclass(frozen=True)
 class Truth:
     """Full recompute of a prompt and its own first tokens behind it."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvshare_eval.simulate import decode, deviation, fragments, lean, scores, trial
+from kvshare_eval.simulate import decode, deviation, encodings, fragments, lean, scores, trial
 from kvshare_eval.simulate.plain_model import PlainModel
 
 pytestmark = pytest.mark.unit
@@ -162,3 +162,16 @@ def test_deviation_is_nothing_in_the_same_context_and_at_layer_0(model: PlainMod
     assert first == pytest.approx(0, abs=1e-5)
     assert len(others) == LAYERS - 1
     assert min(others) > 0.01
+
+
+def test_an_encoding_is_measured_over_all_of_its_donors(model: PlainModel) -> None:
+    pieces = [passage(50, 20), passage(51, 20)]
+    prompt = [1, *pieces[0], 2, *pieces[1], 3, 4]
+    truth = trial.truth_of(model, prompt)
+    alone = [[*piece, 5] for piece in pieces]
+    found = encodings.measure(model, truth, alone, 1.0)
+    assert found is not None
+    nothing, everything = found
+    assert nothing > 1e-3
+    assert everything == pytest.approx(0, abs=1e-5)
+    assert encodings.measure(model, truth, [passage(52, 20)], 0.5) is None
