@@ -88,14 +88,16 @@ def sglang_cpu() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring together the tests of one server, so that it starts once."""
+    """Bring together the tests of one server, so that it starts once: a test that stops the
+    servers comes behind all that need one."""
     order = {name: number for number, name in enumerate(CONFIGS)}
 
-    def wanted(item: pytest.Item) -> str | None:
+    def rank(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
-        return None if callspec is None else callspec.params.get("server")
+        wanted = None if callspec is None else callspec.params.get("server")
+        return order.get(wanted, len(order))
 
-    places = [i for i, item in enumerate(items) if wanted(item) in order]
-    ordered = sorted((items[i] for i in places), key=lambda item: order[wanted(item)])
-    for place, item in zip(places, ordered, strict=True):
+    here = Path(__file__).parent
+    places = [i for i, item in enumerate(items) if here in item.path.parents]
+    for place, item in zip(places, sorted((items[i] for i in places), key=rank), strict=True):
         items[place] = item
