@@ -15,10 +15,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvshare_eval.loaders import DataSource
-from kvshare_eval.quality.tasks import find_task
 from kvshare_eval.simulate.plain_model import PlainModel
-from kvshare_eval.simulate.trial import Trial, donor_of, reused, token_ids, truth_of
+from kvshare_eval.simulate.trial import Trial, collect, donor_of, reused, rounded, truth_of
 from kvshare_eval.stats.paired import geometric_mean_ratio
 
 RATIOS = (0.0, 0.15)
@@ -56,19 +54,14 @@ def main(
     from transformers import AutoTokenizer
 
     tokenizer, plain = AutoTokenizer.from_pretrained(model), PlainModel(model)
-    found, options = find_task(task)
-    told: list[dict[str, list[float]]] = []
-    for group in found.groups(DataSource(data), 1, options):
-        if len(told) == cases:
-            break
-        prompt, donor = (
-            token_ids(tokenizer, one) for one in (group.cases[0].prompt, group.history[0])
-        )
-        figures = measure(plain, prompt, donor, answer_tokens)
-        if figures is not None:
-            told.append(figures)
-            means = {name: round(float(np.mean(kl)), 4) for name, kl in figures.items()}
-            print(len(told), means, flush=True)
+    told = collect(
+        lambda prompt, history: measure(plain, prompt, history[0], answer_tokens),
+        tokenizer=tokenizer,
+        data=data,
+        task=task,
+        cases=cases,
+        shown=lambda figures: rounded({name: float(np.mean(kl)) for name, kl in figures.items()}),
+    )
     groups = list(range(len(told)))
     halves = {"all": slice(None), "second half": slice(answer_tokens // 2, None)}
     for name in told[0]:

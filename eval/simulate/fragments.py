@@ -15,18 +15,16 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvshare_eval.loaders import DataSource
-from kvshare_eval.quality.cases import Group
-from kvshare_eval.quality.tasks import find_task
 from kvshare_eval.simulate.plain_model import PlainModel
 from kvshare_eval.simulate.trial import (
     Donor,
     Reused,
     Trial,
     apart,
+    collect,
     donor_of,
     reused,
-    token_ids,
+    rounded,
     truth_of,
 )
 from kvshare_eval.stats.paired import geometric_mean_ratio
@@ -69,24 +67,18 @@ def main(
     from transformers import AutoTokenizer
 
     tokenizer, plain = AutoTokenizer.from_pretrained(model), PlainModel(model)
-    found, options = find_task(task)
-    told: list[dict[str, float]] = []
-    for group in found.groups(DataSource(data), 1, options):
-        if len(told) == cases:
-            break
-        figures = _of_group(plain, tokenizer, group)
-        if figures is not None:
-            told.append(figures)
-            print(len(told), {name: round(kl, 4) for name, kl in figures.items()}, flush=True)
+    told = collect(
+        lambda prompt, history: measure(plain, prompt, [donor_of(plain, ids) for ids in history]),
+        tokenizer=tokenizer,
+        data=data,
+        task=task,
+        cases=cases,
+        shown=rounded,
+    )
     groups = list(range(len(told)))
     for name in told[0]:
         ratio = geometric_mean_ratio([f[name] for f in told], [f["none"] for f in told], groups)
         print(f"{name}: {ratio.value:.2f} [{ratio.low}, {ratio.high}], n={len(told)}")
-
-
-def _of_group(model: PlainModel, tokenizer: object, group: Group) -> dict[str, float] | None:
-    donors = [donor_of(model, token_ids(tokenizer, prompt)) for prompt in group.history]
-    return measure(model, token_ids(tokenizer, group.cases[0].prompt), donors)
 
 
 if __name__ == "__main__":

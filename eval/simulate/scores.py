@@ -17,10 +17,8 @@ import numpy as np
 import torch
 import typer
 
-from kvshare_eval.loaders import DataSource
-from kvshare_eval.quality.tasks import find_task
 from kvshare_eval.simulate.plain_model import PlainModel, Watched
-from kvshare_eval.simulate.trial import Trial, donor_of, reused, token_ids, truth_of
+from kvshare_eval.simulate.trial import Trial, collect, donor_of, reused, rounded, truth_of
 from kvshare_eval.stats.paired import geometric_mean_ratio
 
 BASE = "contribution"
@@ -69,18 +67,14 @@ def main(
     from transformers import AutoTokenizer
 
     tokenizer, plain = AutoTokenizer.from_pretrained(model), PlainModel(model)
-    found, options = find_task(task)
-    told: list[dict[str, float]] = []
-    for group in found.groups(DataSource(data), 1, options):
-        if len(told) == cases:
-            break
-        prompt, donor = (
-            token_ids(tokenizer, one) for one in (group.cases[0].prompt, group.history[0])
-        )
-        figures = measure(plain, prompt, donor, ratio)
-        if figures is not None:
-            told.append(figures)
-            print(len(told), {name: round(kl, 4) for name, kl in figures.items()}, flush=True)
+    told = collect(
+        lambda prompt, history: measure(plain, prompt, history[0], ratio),
+        tokenizer=tokenizer,
+        data=data,
+        task=task,
+        cases=cases,
+        shown=rounded,
+    )
     groups = list(range(len(told)))
     for name in told[0]:
         for base in ("none", BASE):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from kvshare_eval.loaders import DataSource
 from kvshare_eval.quality.cases import Prompt
+from kvshare_eval.quality.tasks import find_task
 from kvshare_eval.simulate.plain_model import Layer, PlainModel, Watched
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.plan import Int64Array, ReusePlan
+
+T = TypeVar("T")
 
 MIN_RUN_TOKENS = 16
 ANSWER_TOKENS = 12
@@ -214,3 +219,31 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def collect(
+    measure: Callable[[list[int], list[list[int]]], T | None],
+    *,
+    tokenizer: Any,
+    data: Path | None,
+    task: str,
+    cases: int,
+    shown: Callable[[T], object] = lambda figures: figures,
+) -> list[T]:
+    """``measure(prompt, history)`` of the first case of each group, as token ids, until so many
+    gave figures; ``None`` gives none. Prints ``shown`` of each."""
+    found, options = find_task(task)
+    told: list[T] = []
+    for group in found.groups(DataSource(data), 1, options):
+        if len(told) == cases:
+            break
+        prompt = token_ids(tokenizer, group.cases[0].prompt)
+        figures = measure(prompt, [token_ids(tokenizer, one) for one in group.history])
+        if figures is not None:
+            told.append(figures)
+            print(len(told), shown(figures), flush=True)
+    return told
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(figure, 4) for name, figure in figures.items()}

@@ -179,6 +179,9 @@ def _plan(
         return _Outcome("gate_closed")
     with step("match"):
         begin = time.perf_counter()
+        if ahead is not None and ahead.prefix_tokens != int(req.prefix_len):
+            # Admission took another prefix than the one that was planned behind.
+            ahead = None
         plan = cache.plan(req) if ahead is None else ahead
         if gate is not None and ahead is None:
             gate.observe_match(rows, (time.perf_counter() - begin) * 1e3)

@@ -26,6 +26,9 @@ from sglang_kvshare.recompute.refresh_queue import LeftOver
 from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
 from sglang_kvshare.scheduling.forward_cost import Load
 
+#: Values of which nothing is left are off by nothing, whatever the limit.
+_LEAST_SIZE = 1e-30
+
 
 @dataclass(eq=False)
 class Chunk:
@@ -279,8 +282,9 @@ class _Measured:
         begin = 0
         for span in plan.spans:
             part = slice(begin, begin + span.length)
+            deviation = off[part].sum() / np.maximum(size[part].sum(), _LEAST_SIZE)
             # Written so that a deviation that is not a number is over the limit.
-            if not off[part].sum() <= limit * size[part].sum():
+            if not deviation <= limit:
                 marked[part] = True
             begin += span.length
         return marked

@@ -29,8 +29,8 @@ def plan_reuse(
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     free = _Free(body.shape[0], index.min_run_tokens)
     spans: list[Span] = []
-    for run in index.covering_runs(
-        body, namespace, limit, max_depth=max_depth, position=prefix_tokens
+    for run in index.find_runs(
+        body, namespace, limit, max_depth=max_depth, position=prefix_tokens, covering=True
     ):
         for start, end in free.take(run.start, run.end):
             offset = start - run.start

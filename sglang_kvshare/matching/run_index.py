@@ -291,6 +291,7 @@ class RunIndex:
         *,
         max_depth: int = 0,
         position: int = 0,
+        covering: bool = False,
     ) -> list[Run]:
         """Maximal runs of at least ``min_run_tokens`` that ``tokens`` shares with the index.
 
@@ -307,53 +308,14 @@ class RunIndex:
             limit: cached places looked at for a window, the newest first.
             max_depth: only tokens of this depth or less match.
             position: of the first of ``tokens`` in its prompt.
+            covering: leave out runs that lie inside one that comes before them: a plan that takes
+                the runs in order has no use for them.
 
         Returns:
             Longest first, where a run counts as one token shorter for every 32 positions between
             where its donor stood and where it stands now, but at most as 8 shorter; then lower
             depth, start, distance, slot, so that the order is the same everywhere.
         """
-        return self._runs(tokens, namespace, limit, max_depth, position, covering=False)
-
-    def covering_runs(
-        self,
-        tokens: Int64Array,
-        namespace: bytes,
-        limit: int,
-        *,
-        max_depth: int = 0,
-        position: int = 0,
-    ) -> list[Run]:
-        """The runs of :meth:`find_runs`, in its order, without those that lie inside one that comes
-        before them.
-
-        A plan that takes the runs in order has no use for the others.
-        """
-        return self._runs(tokens, namespace, limit, max_depth, position, covering=True)
-
-    def run_slots(self, run: Run, start: int = 0, end: int | None = None) -> Int64Array:
-        """int64: the donor slots of tokens ``[start, end)`` of a run, in order."""
-        parts: list[Int32Array] = [self._arena.slot[:0]]
-        offset = 0
-        end = run.length if end is None else end
-        for low, high in run.cells:
-            inside = slice(low + max(0, start - offset), min(high, low + end - offset))
-            if inside.start < inside.stop:
-                parts.append(self._arena.slot[inside])
-            offset += high - low
-        slots: Int64Array = np.concatenate(parts).astype(np.int64)
-        return slots
-
-    def _runs(
-        self,
-        tokens: Int64Array,
-        namespace: bytes,
-        limit: int,
-        max_depth: int,
-        position: int,
-        *,
-        covering: bool,
-    ) -> list[Run]:
         domain = self._domains.get(namespace)
         if domain is None or tokens.shape[0] < self.min_run_tokens:
             return []
@@ -381,6 +343,19 @@ class RunIndex:
             cells = tuple((low, high) for _, low, high in pieces)
             runs.append(Run(start, end, last_slot, depth, source, cells))
         return runs
+
+    def run_slots(self, run: Run, start: int = 0, end: int | None = None) -> Int64Array:
+        """int64: the donor slots of tokens ``[start, end)`` of a run, in order."""
+        parts: list[Int32Array] = [self._arena.slot[:0]]
+        offset = 0
+        end = run.length if end is None else end
+        for low, high in run.cells:
+            inside = slice(low + max(0, start - offset), min(high, low + end - offset))
+            if inside.start < inside.stop:
+                parts.append(self._arena.slot[inside])
+            offset += high - low
+        slots: Int64Array = np.concatenate(parts).astype(np.int64)
+        return slots
 
     # --- details -----------------------------------------------------------------------------
 

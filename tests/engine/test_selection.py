@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from comparing import difference, largest_difference, narrow_layer
 from prompts import Book, cached_part
 from server_configs import on
 from slow_selection import Case
+
+from sglang_kvshare.plan import ReusePlan, Span
 
 pytestmark = pytest.mark.engine
 
@@ -212,3 +215,28 @@ def test_a_batch_gives_what_single_requests_give(server, references):
     for one, other in zip(alone, together, strict=True):
         assert one.counts == other.counts
         assert difference(one, other) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("off", "size", "limit", "marked"),
+    [
+        (0.3, 1.0, 0.2, True),
+        (0.1, 1.0, 0.2, False),
+        (9.0, 1.0, float("inf"), False),
+        (0.0, 0.0, float("inf"), False),
+        (0.0, 0.0, 0.0, False),
+        (float("nan"), 1.0, float("inf"), True),
+        (0.0, float("nan"), float("inf"), True),
+    ],
+)
+def test_what_is_over_the_limit(sglang_cpu, off, size, limit, marked):
+    """Not a number is, whatever the limit; values of no size at all are not."""
+    from sglang_kvshare.engine.row_program import _Measured
+    from sglang_kvshare.recompute.selectors import Signals
+
+    plan = ReusePlan(9, 0, (Span(0, 0, np.arange(2)), Span(4, 4, np.arange(2))))
+    signals = Signals(
+        value_l1=np.array([off, off, 0.0, 0.0]), value_size=np.array([size, size, 1.0, 1.0])
+    )
+    measured = _Measured(signals, np.ones(4, dtype=np.bool_))
+    assert measured.over_limit(plan, limit).tolist() == [marked, marked, False, False]

@@ -58,7 +58,7 @@ class Both:
         for run, (_, _, _, slots) in zip(runs, expected, strict=True):
             assert run.source == self.oracle.cached[slots[0]].position
             assert run.last_slot == slots[-1]
-        best = self.index.covering_runs(ints(tokens), namespace, limit, **where)
+        best = self.index.find_runs(ints(tokens), namespace, limit, **where, covering=True)
         assert answered(self.index, best) == covering(expected)
         return expected
 
@@ -191,7 +191,7 @@ def test_approximate_copies_do_not_hide_an_exact_one():
         index.insert(
             copy, b"a", ints(range(20)), ints(range(20 * copy, 20 * copy + 20)), -1, depth=1
         )
-    [run] = index.covering_runs(ints(range(20)), b"a", 2)
+    [run] = index.find_runs(ints(range(20)), b"a", 2, covering=True)
     assert (run.length, run.depth, run.last_slot) == (20, 0, 19)
 
 
@@ -376,7 +376,7 @@ def test_a_long_run_is_found_behind_newer_short_ones():
         both.insert(
             copy, b"a", passage[120:], range(3000 + 80 * (copy - 12), 3080 + 80 * (copy - 12))
         )
-    [run] = both.index.covering_runs(ints([1, *passage, 1]), b"a", 2)
+    [run] = both.index.find_runs(ints([1, *passage, 1]), b"a", 2, covering=True)
     assert (run.start, run.length, run.last_slot) == (1, 200, 199)
 
 
