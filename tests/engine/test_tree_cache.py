@@ -116,6 +116,38 @@ def test_donors_give_way_before_an_allocation_fails():
 
 
 @pytest.mark.usefixtures("sglang_cpu")
+def test_a_plan_made_ahead_is_not_made_again_and_counts_for_its_own_prefix_only(monkeypatch):
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+    from sglang_kvshare.engine.admission import plan_admitted
+    from sglang_kvshare.engine.state import RequestState, attach, state_of
+    from sglang_kvshare.plan import ReusePlan
+    from sglang_kvshare.request import RequestOptions
+
+    machine = fresh()
+    served(machine, DONOR)
+    req = FakeReq("r", array("q", [3] * 8 + PROMPT), None, None, kv=ReqKvInfo())
+    attach(req, RequestState(RequestOptions("approximate", 0.0, "seams")))
+    machine.waiting.append(req)
+    machine.admit(chunk=8, another_match=False)
+    cache, state = machine.cache, state_of(req)
+    plan_admitted(cache, req)
+    expected, ahead, made = state.report, cache.plan(req), []
+    assert expected.reused_tokens == 2 * len(PASSAGE)
+    plan = cache.plan
+    monkeypatch.setattr(cache, "plan", lambda req: made.append(req) or plan(req))
+    plan_admitted(cache, req, ahead)
+    assert (state.report, len(made)) == (expected, 0)
+    other = ReusePlan(ahead.prompt_tokens, ahead.prefix_tokens + 4)
+    plan_admitted(cache, req, other)
+    assert (state.report, len(made)) == (expected, 1)
+    monkeypatch.undo()
+    machine.extend(req, 1000)
+    assert state.report.reused_tokens == expected.reused_tokens
+    check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
 def test_an_index_that_fails_costs_reuse_and_nothing_else(monkeypatch):
     machine = fresh()
     served(machine, DONOR)
