@@ -24,7 +24,7 @@ class _Block:
     """Rows ``rows`` over the keys ``[0, seen)``.
 
     Attributes:
-        queries: fp32 ``[kv_heads, group * rows, head_dim]``.
+        queries: fp32 ``[kv_heads, group * rows, head_dim]``, scaled.
         weights: fp32 of the same rows, ``[kv_heads, group * rows, seen]``: softmax.
     """
 
@@ -108,7 +108,7 @@ def influence(
         # |v - o|, from |v|^2 - 2 v o + |o|^2.
         cross = out @ values[:, :seen].transpose(1, 2)
         apart = (squares[:, None, :seen] - 2 * cross + out.square().sum(2, keepdim=True)).clamp_(0)
-        turned = (block.queries @ key_changes[:, :seen].transpose(1, 2)).abs_() * scale
+        turned = (block.queries @ key_changes[:, :seen].transpose(1, 2)).abs_()
         moves = value_moves[:seen].T[:, None, :] + turned * apart.sqrt_()
         total[:seen] += (block.weights * moves).sum((0, 1))
     return total
@@ -119,7 +119,7 @@ def _blocks(
 ) -> Iterator[_Block]:
     rows, heads, _ = query.shape
     kv_heads = key.shape[1]
-    queries = query.float().movedim(0, 1).unflatten(0, (kv_heads, heads // kv_heads))
+    queries = (query.float() * scale).movedim(0, 1).unflatten(0, (kv_heads, heads // kv_heads))
     # One copy here makes every product below twice as fast.
     keys = key.float().movedim(0, 1).contiguous().transpose(1, 2)
     last = positions.tolist()
@@ -127,7 +127,7 @@ def _blocks(
         part = slice(begin, min(begin + BLOCK_ROWS, rows))
         seen = last[part.stop - 1] + 1
         block = queries[:, :, part].flatten(1, 2)
-        logits = (block @ keys[:, :, :seen]).mul_(scale)
+        logits = block @ keys[:, :, :seen]
         # What stands before the block's first row is seen by all of its rows.
         first = last[begin] + 1
         hidden = torch.arange(first, seen, device=query.device) > positions[part, None]

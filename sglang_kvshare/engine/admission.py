@@ -25,7 +25,7 @@ from sglang_kvshare.engine.metrics import Metrics
 from sglang_kvshare.engine.state import Pending, RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 from sglang_kvshare.plan import Placement, ReusePlan, everything, place
-from sglang_kvshare.recompute.choice import Choice, fitted
+from sglang_kvshare.recompute.choice import Choice, fitted, probe_layers
 from sglang_kvshare.recompute.selectors import (
     SelectionSettings,
     Signals,
@@ -256,7 +256,8 @@ def expected_savings(cache: KVShareRadixCache, choice: Choice, plan: ReusePlan) 
     spared = plan.matched_tokens - max(forced, math.ceil(ratio * plan.matched_tokens))
     rows = spared * (1 - choice.dense_layers / cache.layers)
     if choice.probes:
-        rows -= min(choice.probe_tokens, plan.scored_from + 1 - plan.spans[-1].end)
+        probes = min(choice.probe_tokens, plan.scored_from + 1 - plan.spans[-1].end)
+        rows -= probes * probe_layers(cache.layers).stop / cache.layers
     return _Spared(spared, max(0, int(rows)))
 
 

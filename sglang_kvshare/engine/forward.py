@@ -29,6 +29,7 @@ from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model
 from sglang_kvshare.plan import Placement
+from sglang_kvshare.recompute.choice import probe_layers
 from sglang_kvshare.recompute.refresh_queue import RefreshQueue
 from sglang_kvshare.scheduling.forward_cost import Load, total
 from sglang_kvshare.scheduling.refresh_pace import RefreshPace
@@ -108,7 +109,7 @@ def forward_batch_generation(
         program = RowProgram(Extend.of(batch), chunks, parts.first_layer, parts.layers)
         try:
             with parts.stopwatch.measure(_telling(batch, program)):
-                _probe(self.model_runner, batch, chunks, program)
+                _probe(self.model_runner, batch, chunks, program, parts.layers)
                 with narrowed(self.model_runner, program):
                     result = original(self, batch, *args, **kwargs)
         except Exception as error:
@@ -185,14 +186,15 @@ class ProbeFailed(RuntimeError):
     """The probe pass raised."""
 
 
-def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram) -> None:
+def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram, layers: int) -> None:
     """Run the probe pass of those chunks that want one, and choose where no layer is waited for."""
     wanting = [chunk for chunk in chunks if chunk.choice is not None and chunk.choice.probes]
     if not wanting:
         return
     try:
         probes = [probes_of(chunk) for chunk in wanting]
-        seen = run_probes(runner, batch, probes)
+        counted = probe_layers(layers)
+        seen = run_probes(runner, batch, probes, counted)
         for chunk, part, told in zip(wanting, probes, seen, strict=True):
             # Tokens behind the first probe row have no key but their own, and receive nothing.
             before = chunk.placement.positions < part.rows[0]
@@ -200,7 +202,7 @@ def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram) ->
             chunk.attention, chunk.contribution = np.zeros((2, len(before)))
             chunk.attention[before] = told.attention[at]
             chunk.contribution[before] = told.contribution[at]
-            program.probed(chunk, len(part.rows))
+            program.probed(chunk, len(part.rows) * counted.stop / layers)
             program.decide(chunk)
     except Exception as error:
         raise ProbeFailed from error

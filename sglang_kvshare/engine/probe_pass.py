@@ -1,11 +1,16 @@
 """The probe pass: the prompt's last rows alone, over the placed values, to see what they look at.
 
+    layer        0 ........ half ............... five sixths ..... last
+    probes run   ------------|--------------------->|
+    counted                  |######################|
+
     prompt   |- prefix -|== placed ==|- new -|== placed ==|- new: last rows -|
     keys     |##########|############|       |############|##################|
     rows                                                  |      probes      |
 
 New tokens before the last span have no keys yet, and are not looked at. What the probes write to
-the pool is overwritten by the forward that follows.
+the pool is overwritten by the forward that follows. A forward that has shown all that counts is
+left by an exception: the layers above, the output layer among them, would show nothing more.
 
 Seams: ``ForwardBatch.init_new`` and ``ModelRunner.forward`` with a copy of the ``ScheduleBatch``
 that holds other rows, as SGLang's own ``encoder_swa_replay`` does it.
@@ -14,6 +19,7 @@ that holds other rows, as SGLang's own ``encoder_swa_replay`` does it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.attention_mass import attend_and_weigh
+from sglang_kvshare.attention.position_mask import attend, last_positions
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.row_program import Chunk
 from sglang_kvshare.plan import Int64Array
@@ -61,7 +68,8 @@ def probes_of(chunk: Chunk) -> Probes:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the probes saw of each key, float64 ``[keys]``, summed over layers and rows.
+    """What the probes saw of each key, float64 ``[keys]``, summed over rows and the layers that
+    count.
 
     Attributes:
         attention: mean over heads of the attention that it received.
@@ -72,13 +80,13 @@ class Seen:
     contribution: np.ndarray
 
 
-def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[Seen]:
-    """Run the rows of ``probes`` through all layers.
+def run_probes(runner: Any, batch: Any, probes: Sequence[Probes], layers: range) -> list[Seen]:
+    """Run the rows of ``probes``, and end with the last of ``layers``, which are those that count.
 
     Returns:
         for each of ``probes`` what it saw of ``seen``.
     """
-    attention = ProbeAttention(runner.attn_backend, probes)
+    attention = ProbeAttention(runner.attn_backend, probes, layers)
     forward_batch = ForwardBatch.init_new(
         _batch_of(batch, probes, runner),
         runner,
@@ -87,7 +95,7 @@ def run_probes(runner: Any, batch: Any, probes: Sequence[Probes]) -> list[Seen]:
     )
     positions = np.concatenate([part.rows for part in probes])
     forward_batch.positions = torch.from_numpy(positions).to(batch.out_cache_loc.device)
-    with forward_context(ForwardContext(attn_backend=attention)):
+    with forward_context(ForwardContext(attn_backend=attention)), suppress(_Told):
         runner.forward(forward_batch)
     # The forward that follows is the one that tells the scheduler when shared memory is read.
     runner.shared_read_done_event = None
@@ -140,15 +148,21 @@ def _batch_of(batch: Any, probes: Sequence[Probes], runner: Any) -> Any:
     return made
 
 
+class _Told(Exception):
+    """The probes have shown all that counts."""
+
+
 class ProbeAttention(AttentionStandIn):
     """An attention backend for the probe pass."""
 
-    def __init__(self, stock: Any, probes: Sequence[Probes]) -> None:
+    def __init__(self, stock: Any, probes: Sequence[Probes], layers: range) -> None:
         super().__init__(stock)
         self._probes = probes
+        self._layers = layers
         self._slots: list[torch.Tensor] | None = None
         # Where each row is among the keys that there are.
         self._ranks = [torch.from_numpy(np.searchsorted(part.seen, part.rows)) for part in probes]
+        self._block_ends = [last_positions(ranks) for ranks in self._ranks]
         #: Attention and contribution, fp32 ``[2, keys]``.
         self.told = [torch.zeros(2, len(part.seen), dtype=torch.float32) for part in probes]
 
@@ -162,7 +176,11 @@ class ProbeAttention(AttentionStandIn):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``."""
+        """See ``AttentionBackend.forward``.
+
+        Raises:
+            _Told: in the last layer that counts.
+        """
         if self._slots is None:
             ends = [int(part.rows[-1]) + 1 for part in self._probes]
             rows = self._reader.rows(forward_batch.req_pool_indices, ends)
@@ -177,15 +195,24 @@ class ProbeAttention(AttentionStandIn):
         begin = 0
         for number, (slots, ranks) in enumerate(zip(self._slots, self._ranks, strict=True)):
             part = slice(begin, begin + len(ranks))
+            keys = self._reader.keys(layer, slots, q.dtype)
             values = self._reader.values(layer, slots, q.dtype)
-            out[part], mass = attend_and_weigh(
-                queries[part],
-                self._reader.keys(layer, slots, q.dtype),
-                values,
-                ranks,
-                scale=layer.scaling,
-            )
-            size = values.float().abs().sum(2).T
-            self.told[number] += torch.stack([mass.sum(0), (mass * size).sum(0)])
+            if layer.layer_id in self._layers:
+                out[part], mass = attend_and_weigh(
+                    queries[part], keys, values, ranks, scale=layer.scaling
+                )
+                size = torch.linalg.vector_norm(values, 1, dim=2, dtype=torch.float32).T
+                self.told[number] += torch.stack([mass.sum(0), (mass * size).sum(0)])
+            else:
+                out[part] = attend(
+                    queries[part],
+                    keys,
+                    values,
+                    ranks,
+                    scale=layer.scaling,
+                    block_ends=self._block_ends[number],
+                )
             begin = part.stop
+        if layer.layer_id == self._layers[-1]:
+            raise _Told
         return out.view(q.shape[0], -1)

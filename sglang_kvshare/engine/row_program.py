@@ -150,8 +150,8 @@ class RowProgram:
     def _counts(self) -> Sequence[int]:
         return self._extend.counts if self.current is None else self.current.counts
 
-    def probed(self, chunk: Chunk, rows: int) -> None:
-        """A probe pass of ``rows`` rows was run for a chunk."""
+    def probed(self, chunk: Chunk, rows: float) -> None:
+        """A probe pass that cost as much as ``rows`` rows in all layers was run for a chunk."""
         self._probe_rows[chunk.request] = rows
 
     def decide(self, chunk: Chunk) -> None:

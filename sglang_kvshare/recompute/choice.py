@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from sglang_kvshare.recompute.selectors import Need, SelectionSettings, Selector, selector_named
 
 
+def probe_layers(layers: int) -> range:
+    """The layers whose attention counts in a probe pass of a model of ``layers``; it ends with them.
+
+    The first half looks at what stands near, the last sixth ranks no better than those between
+    (docs/decisions/0012).
+    """
+    return range(layers // 2, math.ceil(layers * 5 / 6))
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a request asked for, fitted to the model.
 
     Attributes:
         check_layers: those that run for every row before the choice; empty when none is needed.
-        probes: the prompt's last rows run through all layers first.
+        probes: the prompt's last rows run first, through the layers up to :func:`probe_layers`.
         probe_tokens: so many rows at most are looked with.
         max_deviation: see :class:`sglang_kvshare.config.KVShareConfig`.
     """

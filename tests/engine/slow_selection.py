@@ -55,6 +55,11 @@ class Case:
         start = min(last.start + last.length, end - max(1, self.tail_tokens))
         return list(range(max(start, end - self.most_lookers), end))
 
+    @property
+    def probe_layers(self) -> range:
+        layers = self.reference.model.layers
+        return range(layers // 2, math.ceil(layers * 5 / 6))
+
     def moved(self, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key (not rotated) and value of the donor."""
         donor, source = self.placed[position]
@@ -128,7 +133,8 @@ class Case:
 
     def _probed(self) -> tuple[dict[int, float], dict[int, float]]:
         """A pass of the rows behind the last span over what has keys by then: the attention of each
-        reused token, and that times the size of its value, layer by layer and head by head."""
+        reused token, and that times the size of its value, layer by layer and head by head, over
+        the layers from the half to five sixths."""
         reference, model = self.reference, self.reference.model
         rows = self.probe_rows
         start = rows[0]
@@ -138,7 +144,8 @@ class Case:
         ]
         mass, taken_up = dict.fromkeys(self.placed, 0.0), dict.fromkeys(self.placed, 0.0)
         group = model.heads // model.kv_heads
-        for layer in range(model.layers):
+        counted = self.probe_layers
+        for layer in range(counted.stop):
             normed = reference._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
             query, key, value = reference._qkv(layer, normed)
             keys, values = [], []
@@ -157,7 +164,7 @@ class Case:
             hidden_ = torch.tensor([[s > p for s in seen] for p in rows])
             weights = scores.masked_fill(hidden_[:, None], float("-inf")).softmax(-1)
             for index, p in enumerate(seen):
-                if p < start:
+                if p < start and layer in counted:
                     mass[p] += float(weights[:, :, index].sum()) / model.heads
                     sizes = stacked_v[index].abs().sum(1)
                     taken_up[p] += float((weights[:, :, index] * sizes).sum()) / model.heads
