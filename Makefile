@@ -25,7 +25,8 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 	@$(PY) -m kvshare_eval.demo --model '$(MODEL_DIR)'
 
 test: lint model ## run everything that needs no GPU
-	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest -m 'not gpu and not kits_full'
+	@OMP_NUM_THREADS=1 SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' \
+	  $(PY) -m pytest -n 2 --dist loadgroup -m 'not gpu and not kits_full'
 
 kits: model ## run SGLang's own test kits at length, a server for every mode (half an hour and more)
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest tests/e2e/test_sglang_kits.py -m kits_full

@@ -9,7 +9,7 @@ from sglang_kvshare.recompute.selectors import Need, SelectionSettings, Selector
 
 
 def probe_layers(layers: int) -> range:
-    """The layers whose attention counts in a probe pass of a model of ``layers``; it ends with them.
+    """The layers whose attention counts in a probe pass; it ends with the last of them.
 
     The first half looks at what stands near, the last sixth ranks no better than those between
     (docs/decisions/0012).

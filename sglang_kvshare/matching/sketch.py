@@ -1,0 +1,148 @@
+"""What a stretch of a prompt is about, as one vector: a sketch of each of its windows.
+
+    tokens    |---- block ----|---- block ----|---- block ----|-- rest --|
+    windows   |=========== window 0 ==========|
+                              |=========== window 1 ==========|
+                                                  |====== window 2 =====|
+
+A sketch is the mean of the model's own input embeddings of the window's tokens, each weighted by
+how rare it is among the windows seen so far, less what all embeddings have in common, and of unit
+length (Arora et al., "A simple but tough-to-beat baseline for sentence embeddings", ICLR 2017). No
+second model, no text. Every value depends on the tokens that were seen and their order alone, so
+that the ranks of a tensor-parallel group sketch alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_kvshare.plan import Int64Array
+
+Float32Array = npt.NDArray[np.float32]
+
+_SEED = 2503_16525
+#: Counts are halved when so many windows were seen, so that they follow a change of subject.
+_MOST_WINDOWS = 1 << 20
+#: Below this length a weighted mean is rounding noise: the window says nothing.
+_LEAST_LENGTH = 1e-6
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of ``n`` tokens lie: int64 ``[w]``, window ``i`` is ``[start, end)``."""
+
+    start: Int64Array
+    end: Int64Array
+
+    def __len__(self) -> int:
+        return int(self.start.shape[0])
+
+
+def windows_of(tokens: int, size: int) -> Windows:
+    """Windows of ``size`` tokens every ``size // 2``, the last one ending at the end.
+
+    Fewer than ``size`` tokens are one window of their own; none are none.
+    """
+    step = size // 2
+    if tokens <= size:
+        ends = np.array([tokens] if tokens else [], dtype=np.int64)
+        return Windows(np.zeros_like(ends), ends)
+    starts = np.arange(0, tokens - size + 1, step, dtype=np.int64)
+    if starts[-1] + size < tokens:
+        starts = np.append(starts, tokens - size)
+    return Windows(starts, starts + size)
+
+
+class TokenRarity:
+    """In how many windows each token was seen: the weights of a sketch (inverse document
+    frequency, a window being a document).
+
+    Args:
+        vocabulary: number of token ids.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._seen = np.zeros(vocabulary, dtype=np.float32)
+        self._windows = 0
+
+    @property
+    def windows(self) -> int:
+        return self._windows
+
+    def observe(self, tokens: Int64Array, windows: Windows) -> None:
+        """Count what ``windows`` of ``tokens`` hold, each token once a window."""
+        if not len(windows):
+            return
+        lengths = windows.end - windows.start
+        of_window = np.repeat(np.arange(len(windows)), lengths)
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        seen = tokens[np.repeat(windows.start, lengths) + within]
+        pairs = np.unique(of_window * self._seen.shape[0] + seen)
+        self._seen += np.bincount(
+            pairs % self._seen.shape[0], minlength=self._seen.shape[0]
+        ).astype(np.float32)
+        self._windows += len(windows)
+        if self._windows > _MOST_WINDOWS:
+            self._seen *= 0.5
+            self._windows //= 2
+
+    def weights(self, tokens: Int64Array) -> Float32Array:
+        """Of each token, above 0: ``log((1 + windows) / (1 + seen)) + 1`` of what was seen."""
+        total = np.float32(1 + self._windows)
+        weights: Float32Array = np.log(total / (1 + self._seen[tokens])) + np.float32(1)
+        return weights
+
+
+class Sketcher:
+    """Turns tokens into sketches.
+
+    Args:
+        embeddings: fp32 ``[vocabulary, dim]``, the model's input embeddings. They are projected to
+            ``dims`` dimensions (a fixed random rotation; angles are kept within about
+            ``1 / sqrt(dims)``), and only these are kept.
+        size_tokens: length of a window, even.
+    """
+
+    def __init__(self, embeddings: Float32Array, *, size_tokens: int = 64, dims: int = 128) -> None:
+        if size_tokens < 2 or size_tokens % 2:
+            raise ValueError(f"size_tokens={size_tokens}: an even number of at least 2")
+        self.size_tokens = size_tokens
+        self.dims = min(dims, embeddings.shape[1])
+        self._table = _projected(embeddings, self.dims)
+        self.rarity = TokenRarity(embeddings.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._table.nbytes)
+
+    def sketch(self, tokens: Int64Array) -> tuple[Windows, Float32Array]:
+        """The windows of ``tokens`` and their sketches, fp32 ``[w, dims]`` of unit length.
+
+        A window that says nothing (its embeddings cancel out) is left out. Changes nothing.
+        """
+        windows = windows_of(tokens.shape[0], self.size_tokens)
+        if not len(windows):
+            return windows, np.zeros((0, self.dims), dtype=np.float32)
+        weighted = self._table[tokens] * self.rarity.weights(tokens)[:, None]
+        # Each row is read at most twice: windows that meet at a block's edge share its sum.
+        cuts = np.unique(np.concatenate([windows.start, windows.end]))
+        blocks = np.add.reduceat(weighted, cuts[:-1], axis=0)
+        first, last = np.searchsorted(cuts, windows.start), np.searchsorted(cuts, windows.end)
+        sums = np.stack([blocks[a:b].sum(0) for a, b in zip(first, last, strict=True)])
+        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+        telling = lengths[:, 0] > _LEAST_LENGTH
+        kept = Windows(windows.start[telling], windows.end[telling])
+        return kept, sums[telling] / lengths[telling]
+
+
+def _projected(embeddings: Float32Array, dims: int) -> Float32Array:
+    """Centred, and rotated into the first ``dims`` of random directions."""
+    centred = embeddings - embeddings.mean(0, keepdims=True)
+    if dims == embeddings.shape[1]:
+        return np.ascontiguousarray(centred, dtype=np.float32)
+    random = np.random.default_rng(_SEED).standard_normal((embeddings.shape[1], dims))
+    directions, _ = np.linalg.qr(random)
+    return np.ascontiguousarray(centred @ directions.astype(np.float32), dtype=np.float32)
