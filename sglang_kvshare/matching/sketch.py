@@ -6,10 +6,12 @@
                                                   |====== window 2 =====|
 
 A sketch is the mean of the model's own input embeddings of the window's tokens, each weighted by
-how rare it is among the windows seen so far, less what all embeddings have in common, and of unit
-length (Arora et al., "A simple but tough-to-beat baseline for sentence embeddings", ICLR 2017). No
-second model, no text. Every value depends on the tokens that were seen and their order alone, so
-that the ranks of a tensor-parallel group sketch alike.
+how rare it is among the windows seen so far, and of unit length (Arora et al., "A simple but
+tough-to-beat baseline for sentence embeddings", ICLR 2017). What all texts have in common is taken
+out of the embeddings first, their mean and a few directions (Mu and Viswanath, "All-but-the-Top",
+ICLR 2018); without that everything is like everything else. No second model, no text. Every value
+depends on the tokens that were seen and their order alone, so that the ranks of a tensor-parallel
+group sketch alike.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ from sglang_kvshare.plan import Int64Array
 Float32Array = npt.NDArray[np.float32]
 
 _SEED = 2503_16525
+#: Directions that are taken out (docs/evaluation.md, `kvshare_eval.matching.sketches`).
+_COMMON_DIRECTIONS = 8
+#: Byte-pair vocabularies are numbered by falling frequency; so many ids count as the most frequent.
+_HEAD_IDS = 50
 #: Counts are halved when so many windows were seen, so that they follow a change of subject.
 _MOST_WINDOWS = 1 << 20
 #: Below this length a weighted mean is rounding noise: the window says nothing.
 _LEAST_LENGTH = 1e-6
+#: An embedding of which no more is left is rounding noise too.
+_LEAST_SHARE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,7 @@ class Sketcher:
 
     Args:
         embeddings: fp32 ``[vocabulary, dim]``, the model's input embeddings. They are projected to
-            ``dims`` dimensions (a fixed random rotation; angles are kept within about
-            ``1 / sqrt(dims)``), and only these are kept.
+            ``dims`` dimensions, and only these are kept.
         size_tokens: length of a window, even.
     """
 
@@ -111,7 +118,7 @@ class Sketcher:
             raise ValueError(f"size_tokens={size_tokens}: an even number of at least 2")
         self.size_tokens = size_tokens
         self.dims = min(dims, embeddings.shape[1])
-        self._table = _projected(embeddings, self.dims)
+        self._table = _without_the_common(_projected(embeddings, self.dims))
         self.rarity = TokenRarity(embeddings.shape[0])
 
     @property
@@ -139,10 +146,26 @@ class Sketcher:
 
 
 def _projected(embeddings: Float32Array, dims: int) -> Float32Array:
-    """Centred, and rotated into the first ``dims`` of random directions."""
-    centred = embeddings - embeddings.mean(0, keepdims=True)
+    """Along ``dims`` random directions at right angles, always the same ones."""
     if dims == embeddings.shape[1]:
-        return np.ascontiguousarray(centred, dtype=np.float32)
+        return np.asarray(embeddings, dtype=np.float32)
     random = np.random.default_rng(_SEED).standard_normal((embeddings.shape[1], dims))
     directions, _ = np.linalg.qr(random)
-    return np.ascontiguousarray(centred @ directions.astype(np.float32), dtype=np.float32)
+    return embeddings @ directions.astype(np.float32)
+
+
+def _without_the_common(table: Float32Array) -> Float32Array:
+    """Less their mean and their main directions, each token by its frequency, and of unit length.
+
+    No text was seen yet: a token's frequency is guessed from its id by Zipf's law.
+    """
+    weights = 1 / (np.arange(table.shape[0], dtype=np.float32) + _HEAD_IDS)
+    weights = (weights / weights.sum())[:, None]
+    centred = table - (weights * table).sum(0)
+    _, directions = np.linalg.eigh((centred * weights).T @ centred)
+    common = directions[:, -min(_COMMON_DIRECTIONS, table.shape[1] // 4) :]
+    rest = centred - (centred @ common) @ common.T
+    lengths = np.linalg.norm(rest, axis=1, keepdims=True)
+    telling = lengths > _LEAST_SHARE * np.linalg.norm(table, axis=1, keepdims=True)
+    made: Float32Array = np.where(telling, rest / np.maximum(lengths, _LEAST_LENGTH), 0)
+    return np.ascontiguousarray(made, dtype=np.float32)

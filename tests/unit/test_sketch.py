@@ -44,6 +44,20 @@ def slow_weights(seen_windows, token):
     return math.log((1 + len(seen_windows)) / (1 + seen)) + 1
 
 
+def slow_table(table):
+    """The mean and a quarter of the directions go, by frequency; each row has unit length."""
+    weights = [1 / (50 + token) for token in range(len(table))]
+    mean = sum(w * row for w, row in zip(weights, table, strict=True)) / sum(weights)
+    centred = table.astype(np.float64) - mean
+    spread = sum(w * np.outer(row, row) for w, row in zip(weights, centred, strict=True))
+    for _ in range(DIM // 4):
+        values, directions = np.linalg.eigh(spread)
+        main = directions[:, np.argmax(values)]
+        centred -= np.outer(centred @ main, main)
+        spread -= values.max() * np.outer(main, main)
+    return centred / np.linalg.norm(centred, axis=1, keepdims=True)
+
+
 def parts(ids, size):
     windows = windows_of(len(ids), size)
     return [ids[a:b].tolist() for a, b in zip(windows.start, windows.end, strict=True)]
@@ -61,13 +75,13 @@ def test_a_sketch_equals_its_definition(earlier, count, seed):
         seen += parts(ids, size)
     ids = tokens(count, seed)
     windows, sketches = sketcher.sketch(ids)
-    centred = table - table.mean(0)
+    centred = slow_table(table)
     expected = []
     for part in parts(ids, size):
         total = sum(slow_weights(seen, token) * centred[token].astype(np.float64) for token in part)
         expected.append(total / np.linalg.norm(total))
     assert len(windows) == len(expected)
-    np.testing.assert_allclose(sketches, np.array(expected).reshape(-1, DIM), atol=2e-5)
+    np.testing.assert_allclose(sketches, np.array(expected).reshape(-1, DIM), atol=5e-4)
     again = sketcher.sketch(ids)[1]
     assert (again == sketches).all(), "sketching changes nothing"
 
