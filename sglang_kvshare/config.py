@@ -82,8 +82,8 @@ class KVShareConfig:
     )
     attention: str = _option(
         "probe_pass",
-        "Where a selector that weighs by attention gets it from: the prompt's last rows over all "
-        "layers, in a pass of their own, or all rows that are not reused, at the check layer.",
+        "Where a selector that weighs by attention gets it from: the prompt's last rows over "
+        "many layers, in a pass of their own, or all rows that are not reused, at the check layer.",
         choices=ATTENTION_SOURCES,
     )
     check_layers: str = _option(

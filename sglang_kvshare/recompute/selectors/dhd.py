@@ -21,7 +21,7 @@ def dhd(plan: ReusePlan, signals: Signals) -> FloatArray:
     off (L1, at the check layer): what the attention output would be off by.
 
     The paper takes the attention at the check layer; ``attention: probe_pass`` takes that of the
-    prompt's last rows over all layers.
+    prompt's last rows over many layers.
     """
     assert signals.attention is not None
     assert signals.value_l1 is not None

@@ -26,7 +26,7 @@ class Need(Enum):
     #: Attention from the rows that are not reused: of the probe pass or of the check layer, as the
     #: setting ``attention`` says.
     ATTENTION = "attention"
-    #: Attention of the prompt's last rows over all layers, from a pass of these rows alone.
+    #: Attention of the prompt's last rows over many layers, from a pass of these rows alone.
     PROBE_ATTENTION = "probe_attention"
     #: Deviations of the values and keys at the check layer.
     DEVIATION = "deviation"
