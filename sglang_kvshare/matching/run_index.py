@@ -23,6 +23,7 @@ import numpy as np
 from sglang_kvshare.matching import run_search
 from sglang_kvshare.matching.arena import EDGE, NONE, Arena
 from sglang_kvshare.matching.stretches import firsts
+from sglang_kvshare.matching.surroundings import Stretch, around
 from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
 from sglang_kvshare.plan import Int32Array, Int64Array
@@ -356,6 +357,10 @@ class RunIndex:
             offset += high - low
         slots: Int64Array = np.concatenate(parts).astype(np.int64)
         return slots
+
+    def around(self, slot: int, before: int, after: int) -> Stretch:
+        """See :func:`sglang_kvshare.matching.surroundings.around`."""
+        return around(self._arena, slot, before, after)
 
     # --- details -----------------------------------------------------------------------------
 

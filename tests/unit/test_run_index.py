@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,27 @@ class Both:
         best = self.index.find_runs(ints(tokens), namespace, limit, **where, covering=True)
         assert answered(self.index, best) == covering(expected)
         return expected
+
+    def check_around(self, slot, before, after):
+        """Backwards along the path as far as asked; forwards to a neighbour at a time."""
+        cached = self.oracle.cached
+        if slot not in cached:
+            with pytest.raises(KeyError):
+                self.index.around(slot, before, after)
+            return
+        found = self.index.around(slot, before, after)
+        slots, at = found.slots.tolist(), slot
+        where = slots.index(slot)
+        for expected in slots[:where][::-1]:
+            at = cached[at].before
+            assert at == expected
+        assert where == before or cached[slots[0]].before == -1
+        assert len(slots) - where - 1 <= after
+        for one, following in pairwise(slots[where:]):
+            assert cached[following].before == one
+        assert found.tokens.tolist() == [cached[one].token for one in slots]
+        assert found.position == cached[slots[0]].position
+        assert found.depth == max(cached[one].depth for one in slots)
 
     def check_state(self, slots=POOL):
         cached, index = self.oracle.cached, self.index
@@ -589,6 +612,12 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def ask(self, tokens, name, max_depth, position):
         self.both.check(tokens, name.encode(), max_depth, position=position)
+
+    @rule(slot=st.integers(0, POOL - 1), before=st.integers(0, 20), after=st.integers(0, 20))
+    def look_around(self, slot, before, after):
+        held = sorted(self.both.oracle.cached) or [slot]
+        for one in (slot, held[slot % len(held)]):
+            self.both.check_around(one, before, after)
 
     @invariant()
     def conserved(self):

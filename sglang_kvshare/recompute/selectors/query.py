@@ -18,6 +18,6 @@ from sglang_kvshare.recompute.selectors.registry import (
 )
 def query(plan: ReusePlan, signals: Signals) -> FloatArray:
     """Attention from the prompt's last rows to the token, at its position in the prompt, summed
-    over layers (``probe_layers``). Nothing is computed for the other rows before tokens are chosen."""
+    over ``probe_layers``. Nothing is computed for the other rows before tokens are chosen."""
     assert signals.attention is not None
     return signals.attention

@@ -1,0 +1,232 @@
+"""Similar donors: cached windows that are like a prompt's, and the tokens that both share.
+
+    prompt   ...|------- window -------|...
+                        ~                         sketches: cosine at least the gate
+    donor    ...|--before--|--- window ---|--after--|...
+                  == x ====== xx === x ===        aligned: most of the window, in long enough blocks
+
+Runs of equal tokens that the run index cannot see, because an edit cuts them short, are found here.
+A donor's window is known by the slot of its last token: a path loses its tokens from the end, so
+that a window is whole for as long as that slot is in the index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_kvshare.matching.alignment import align
+from sglang_kvshare.matching.donor_index import NONE, DonorIndex
+from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.sketch import Sketcher, Windows
+from sglang_kvshare.matching.surroundings import Stretch
+from sglang_kvshare.plan import BoolArray, Int64Array
+
+#: A window of which so much is covered already is not asked for.
+_COVERED = 0.75
+
+
+@dataclass(frozen=True)
+class SimilarRun:
+    """Prompt ``[start, end)`` equals the donor tokens in ``slots``, inside similar windows.
+
+    Attributes:
+        source: position of the first donor token in the donor's own sequence.
+        similarity: cosine of the windows' sketches.
+        depth: the largest provenance depth among the donor's tokens.
+    """
+
+    start: int
+    source: int
+    slots: Int64Array = field(compare=False, repr=False)
+    similarity: float
+    depth: int = 0
+
+    @property
+    def length(self) -> int:
+        return int(self.slots.shape[0])
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class SimilaritySettings:
+    """What counts as similar.
+
+    Attributes:
+        min_similarity: the gate, a cosine.
+        min_coverage: share of a prompt's window that an alignment must match.
+        min_run_tokens: shorter blocks are not reused.
+        donors: windows looked at for each of the prompt's.
+    """
+
+    min_similarity: float = 0.6
+    min_coverage: float = 0.5
+    min_run_tokens: int = 4
+    donors: int = 4
+
+
+class SemanticIndex:
+    """Owner of the sketches of what a run index holds; told of every change after the run index.
+
+    Args:
+        runs: where the tokens are.
+        sketcher: what windows are sketched with.
+    """
+
+    def __init__(self, runs: RunIndex, sketcher: Sketcher) -> None:
+        self._runs = runs
+        self._sketcher = sketcher
+        self._donors = DonorIndex(sketcher.dims)
+        #: Length of the window that ends in a slot; 0 for none.
+        self._length = np.zeros(runs.slots, dtype=np.int16)
+
+    @property
+    def windows(self) -> int:
+        return self._donors.windows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sketches, of the embeddings they are made from and of the map of windows."""
+        return self._donors.nbytes + self._sketcher.nbytes + int(self._length.nbytes)
+
+    # --- upkeep ------------------------------------------------------------------------------
+
+    def insert(self, namespace: bytes, tokens: Int64Array, slots: Int64Array) -> None:
+        """Tokens were inserted into the run index: int ``[m]`` each, neighbours on a path."""
+        windows, sketches = self._sketcher.sketch(tokens)
+        self._sketcher.rarity.observe(tokens, windows)
+        last = slots[windows.end - 1]
+        self._length[last] = windows.end - windows.start
+        self._donors.add(namespace, last, sketches)
+
+    def remove(self, slots: Int64Array) -> None:
+        """Tokens are leaving the run index; those that it does not hold are passed over."""
+        ends = slots[self._length[slots] > 0]
+        self._length[ends] = 0
+        self._donors.remove(ends)
+
+    def clear(self) -> None:
+        self._length.fill(0)
+        self._donors.clear()
+
+    # --- lookup ------------------------------------------------------------------------------
+
+    def find(
+        self,
+        tokens: Int64Array,
+        namespace: bytes,
+        covered: BoolArray,
+        settings: SimilaritySettings,
+        *,
+        max_depth: int = 0,
+    ) -> list[SimilarRun]:
+        """Runs that ``tokens`` shares with similar windows. Changes nothing.
+
+        Args:
+            tokens: int ``[n]``, what the radix tree's prefix leaves of a prompt.
+            covered: bool ``[n]``: served by runs already.
+            max_depth: tokens of a larger depth do not serve.
+
+        Returns:
+            Longest first, then the more similar, then by start, source and slot.
+        """
+        windows, sketches = self._sketcher.sketch(tokens)
+        asked = np.flatnonzero(_share(covered, windows) < _COVERED)
+        near = self._donors.search(namespace, sketches[asked], settings.donors)
+        found: list[SimilarRun] = []
+        for row, window in enumerate(asked.tolist()):
+            part = slice(int(windows.start[window]), int(windows.end[window]))
+            seen: set[int] = set()
+            for slot, likeness in zip(
+                near.windows[row].tolist(), near.similarity[row].tolist(), strict=True
+            ):
+                if slot == NONE or likeness < settings.min_similarity:
+                    break
+                # Windows overlap: what the first one's surroundings hold was aligned with it.
+                if slot in seen:
+                    continue
+                donor = self._surroundings(slot)
+                seen.update(donor.slots.tolist())
+                if donor.depth <= max_depth:
+                    found += _shared(tokens[part], part.start, donor, likeness, settings)
+        return _joined(found)
+
+    def _surroundings(self, slot: int) -> Stretch:
+        """A window and half as much on either side."""
+        length = int(self._length[slot])
+        return self._runs.around(slot, length + length // 2, length // 2)
+
+
+def _share(covered: BoolArray, windows: Windows) -> np.ndarray:
+    """Of each window, how much is covered."""
+    counts = np.concatenate([[0], np.cumsum(covered)])
+    told: np.ndarray = (counts[windows.end] - counts[windows.start]) / (windows.end - windows.start)
+    return told
+
+
+def _shared(
+    window: Int64Array,
+    start: int,
+    donor: Stretch,
+    similarity: float,
+    settings: SimilaritySettings,
+) -> list[SimilarRun]:
+    alignment = align(window, donor.tokens)
+    blocks = alignment.long_enough(settings.min_run_tokens)
+    if sum(block.length for block in blocks) < settings.min_coverage * window.shape[0]:
+        return []
+    return [
+        SimilarRun(
+            start=start + block.start,
+            source=donor.position + block.source,
+            slots=donor.slots[block.source : block.source + block.length],
+            similarity=similarity,
+            depth=donor.depth,
+        )
+        for block in blocks
+    ]
+
+
+def _joined(runs: list[SimilarRun]) -> list[SimilarRun]:
+    """Runs of the same donor tokens that overlap become one, as similar as the best."""
+    told: list[SimilarRun] = []
+    #: (slot, prompt position) of the last token of a run -> where it stands in `told`.
+    last: dict[tuple[int, int], int] = {}
+    for run in sorted(runs, key=_by_place):
+        slots = run.slots.tolist()
+        at = next(
+            (
+                last[slot, run.start + offset]
+                for offset, slot in enumerate(slots)
+                if (slot, run.start + offset) in last
+            ),
+            None,
+        )
+        if at is None:
+            told.append(run)
+            last[slots[-1], run.end - 1] = len(told) - 1
+            continue
+        before = told[at]
+        last.pop((int(before.slots[-1]), before.end - 1))
+        new = run.slots[before.end - run.start :]
+        told[at] = SimilarRun(
+            before.start,
+            before.source,
+            np.concatenate([before.slots, new]),
+            max(before.similarity, run.similarity),
+            max(before.depth, run.depth),
+        )
+        last[int(told[at].slots[-1]), told[at].end - 1] = at
+    return sorted(told, key=_by_worth)
+
+
+def _by_place(run: SimilarRun) -> tuple[int, int, int, int, float]:
+    return run.start, run.length, run.source, int(run.slots[0]), -run.similarity
+
+
+def _by_worth(run: SimilarRun) -> tuple[int, float, int, int, int]:
+    return -run.length, -run.similarity, run.start, run.source, int(run.slots[0])
