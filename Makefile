@@ -26,7 +26,7 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 
 test: lint model ## run everything that needs no GPU
 	@OMP_NUM_THREADS=1 SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' \
-	  $(PY) -m pytest -n 2 --dist loadgroup -m 'not gpu and not kits_full'
+	  $(PY) -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not kits_full'
 
 kits: model ## run SGLang's own test kits at length, a server for every mode (half an hour and more)
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest tests/e2e/test_sglang_kits.py -m kits_full

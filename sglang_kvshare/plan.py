@@ -29,8 +29,10 @@ class Span:
         start: first prompt position of the run.
         source: position of the first donor token in the donor's own sequence.
         slots: int64 ``[length]``, KV slot of each donor token, in order.
-        kind: ``exact_run`` (equal tokens, found by the run index).
+        kind: ``exact_run`` (found by the run index) or ``semantic`` (inside similar windows); the
+            tokens are equal in both.
         depth: approximations that rest on each other in the donor's values; 0 for exact ones.
+        similarity: of the windows around a semantic span, a cosine; 1 for an exact run.
     """
 
     start: int
@@ -38,6 +40,7 @@ class Span:
     slots: Int64Array
     kind: str = "exact_run"
     depth: int = 0
+    similarity: float = 1.0
 
     @property
     def length(self) -> int:

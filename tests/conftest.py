@@ -1,14 +1,32 @@
-"""How the tests are shared out between processes (``pytest -n``): what shares a server or the
-fixtures of a file stays together."""
+"""How the tests are shared out between processes (``pytest -n``): those of one server, and those
+of one file, stay together. xdist's ``loadgroup`` has no effect under pytest 9.2."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+from server_configs import CONFIGS
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        server = None if callspec is None else callspec.params.get("server")
-        item.add_marker(pytest.mark.xdist_group(server or item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServerOrFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByServerOrFile(config, log)
+
+
+def scope_of(nodeid: str) -> str:
+    """The server that is named among a test's parameters, or else the test's file."""
+    file, _, rest = nodeid.partition("::")
+    if file.startswith("tests/engine/"):
+        parameters = re.search(r"\[(.*)\]", rest)
+        for part in parameters[1].split("-") if parameters else ():
+            if part in CONFIGS:
+                return f"server {part}"
+    return file

@@ -1,11 +1,18 @@
-"""From runs to a reuse plan: which run serves which position."""
+"""From runs to a reuse plan: which run serves which position.
+
+prompt body   |.....=== exact run ===....=== exact run ===.........|
+then               similar donors:   ~~                  ~~~~  ~~~
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
+import numpy as np
+
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.plan import Int64Array, ReusePlan, Span
+from sglang_kvshare.matching.semantic_index import SemanticIndex
+from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
 
 
 def plan_reuse(
@@ -16,6 +23,7 @@ def plan_reuse(
     limit: int,
     max_depth: int = 0,
     scored_tokens: int = 1,
+    similar: SemanticIndex | None = None,
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
@@ -25,9 +33,11 @@ def plan_reuse(
         namespace: trust domain of the request.
         limit, max_depth: see :meth:`RunIndex.find_runs`.
         scored_tokens: see :class:`ReusePlan`; never matched.
+        similar: asked for what runs leave free.
     """
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
-    free = _Free(body.shape[0], index.min_run_tokens)
+    covered = np.zeros(body.shape[0], dtype=np.bool_)
+    free = _Free(covered, index.min_run_tokens)
     spans: list[Span] = []
     for run in index.find_runs(
         body, namespace, limit, max_depth=max_depth, position=prefix_tokens, covering=True
@@ -42,19 +52,51 @@ def plan_reuse(
                     depth=run.depth,
                 )
             )
+            covered[start:end] = True
         if not free:
             break
+    if similar is not None and not covered.all():
+        spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
     spans.sort(key=lambda span: span.start)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans), scored_tokens)
+
+
+def _similar_spans(
+    similar: SemanticIndex,
+    body: Int64Array,
+    prefix_tokens: int,
+    namespace: bytes,
+    covered: BoolArray,
+    max_depth: int,
+) -> list[Span]:
+    free = _Free(covered, similar.settings.min_run_tokens)
+    spans: list[Span] = []
+    for run in similar.find(body, namespace, covered, max_depth=max_depth):
+        for start, end in free.take(run.start, run.end):
+            offset = start - run.start
+            spans.append(
+                Span(
+                    start=start + prefix_tokens,
+                    source=run.source + offset,
+                    slots=run.slots[offset : end - run.start],
+                    kind="semantic",
+                    depth=run.depth,
+                    similarity=run.similarity,
+                )
+            )
+    return spans
 
 
 class _Free:
     """Stretches of the prompt that no run has taken yet; what is too short for a span is gone."""
 
-    def __init__(self, tokens: int, shortest: int) -> None:
+    def __init__(self, covered: BoolArray, shortest: int) -> None:
         self._shortest = shortest
-        self._starts = [0] if tokens >= shortest else []
-        self._ends = [tokens] if tokens >= shortest else []
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]])))
+        starts, ends = edges[::2], edges[1::2]
+        long = ends - starts >= shortest
+        self._starts: list[int] = starts[long].tolist()
+        self._ends: list[int] = ends[long].tolist()
 
     def __bool__(self) -> bool:
         return bool(self._starts)

@@ -75,9 +75,16 @@ class SemanticIndex:
     Args:
         runs: where the tokens are.
         sketcher: what windows are sketched with.
+        settings: what is found.
     """
 
-    def __init__(self, runs: RunIndex, sketcher: Sketcher) -> None:
+    def __init__(
+        self,
+        runs: RunIndex,
+        sketcher: Sketcher,
+        settings: SimilaritySettings = SimilaritySettings(),
+    ) -> None:
+        self.settings = settings
         self._runs = runs
         self._sketcher = sketcher
         self._donors = DonorIndex(sketcher.dims)
@@ -120,7 +127,6 @@ class SemanticIndex:
         tokens: Int64Array,
         namespace: bytes,
         covered: BoolArray,
-        settings: SimilaritySettings,
         *,
         max_depth: int = 0,
     ) -> list[SimilarRun]:
@@ -134,6 +140,7 @@ class SemanticIndex:
         Returns:
             Longest first, then the more similar, then by start, source and slot.
         """
+        settings = self.settings
         windows, sketches = self._sketcher.sketch(tokens)
         asked = np.flatnonzero(_share(covered, windows) < _COVERED)
         near = self._donors.search(namespace, sketches[asked], settings.donors)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex, SimilaritySettings
 from sglang_kvshare.matching.sketch import Sketcher
@@ -22,9 +23,9 @@ ANY = SimilaritySettings(min_similarity=0.3)
 class Cache:
     """Both indices as the engine keeps them, and what is in them in plain lists."""
 
-    def __init__(self, size=16):
+    def __init__(self, wanted=ANY):
         self.runs = RunIndex(POOL, 16)
-        self.similar = SemanticIndex(self.runs, Sketcher(TABLE, size_tokens=size, dims=DIMS))
+        self.similar = SemanticIndex(self.runs, Sketcher(TABLE, size_tokens=16, dims=DIMS), wanted)
         self.token_of: dict[int, int] = {}
         self.free = list(range(POOL))
         self.node = 0
@@ -47,10 +48,11 @@ class Cache:
             if self.token_of.pop(slot, None) is not None:
                 self.free.append(slot)
 
-    def find(self, tokens, namespace=b"a", covered=None, wanted=ANY, **further):
+    def find(self, tokens, namespace=b"a", covered=None, **further):
         ids = np.array(tokens, dtype=np.int64)
         mask = np.zeros(len(ids), dtype=np.bool_) if covered is None else covered
-        found = self.similar.find(ids, namespace, mask, wanted, **further)
+        wanted = self.similar.settings
+        found = self.similar.find(ids, namespace, mask, **further)
         for run in found:
             assert run.length >= wanted.min_run_tokens
             assert run.similarity >= wanted.min_similarity
@@ -107,14 +109,12 @@ def test_an_edited_passage_is_found_nearly_whole(offset):
 
 def test_few_equal_tokens_in_a_window_do_not_count():
     """A block that is long enough, in a window of which the rest is other text."""
-    cache, passage = Cache(), text(0, 64)
-    cache.insert(passage)
-    prompt = text(1, 64)
+    passage, prompt = text(0, 64), text(1, 64)
     prompt[20:25] = passage[20:25]
-    loose = SimilaritySettings(min_similarity=-1.0)
-    assert not cache.find(prompt, wanted=loose)
-    anything = SimilaritySettings(min_similarity=-1.0, min_coverage=0.1)
-    assert shared(cache.find(prompt, wanted=anything), 64)[20:25].all(), "the control"
+    for coverage, counts in ((0.5, False), (0.1, True)):
+        cache = Cache(SimilaritySettings(min_similarity=-1.0, min_coverage=coverage))
+        cache.insert(passage)
+        assert shared(cache.find(prompt), 64)[20:25].all() == counts
 
 
 def test_other_namespaces_and_deeper_tokens_do_not_serve():
@@ -233,3 +233,48 @@ def test_equal_histories_give_equal_answers(seed):
         found = cache.find(prompt)
         told.append([(r.start, r.similarity, r.slots.tolist()) for r in found])
     assert told[0] == told[1]
+
+
+def plan(cache, prompt, prefix=0, similar=True):
+    return plan_reuse(
+        cache.runs,
+        np.array(prompt, dtype=np.int64),
+        prefix,
+        b"a",
+        100,
+        similar=cache.similar if similar else None,
+    )
+
+
+@pytest.mark.parametrize("prefix", [0, 7])
+def test_a_plan_takes_runs_first_and_then_what_similar_donors_have(prefix):
+    cache, passages = Cache(), [text(seed) for seed in range(6)]
+    for passage in passages:
+        cache.insert(passage)
+    parts = [edited(passages[i], 0.1, i) for i in (4, 1, 3)]
+    prompt = np.concatenate([part for part, _ in parts] + [text(50, 20)])
+    kept = np.concatenate([kept for _, kept in parts] + [np.zeros(20, dtype=np.bool_)])
+    alone, both = plan(cache, prompt, prefix, similar=False), plan(cache, prompt, prefix)
+    runs = [span for span in both.spans if span.kind == "exact_run"]
+    assert [(s.start, s.slots.tolist()) for s in runs] == [
+        (s.start, s.slots.tolist()) for s in alone.spans
+    ]
+    further = [span for span in both.spans if span.kind == "semantic"]
+    assert further
+    assert all(span.length >= 4 and ANY.min_similarity <= span.similarity <= 1 for span in further)
+    for span in both.spans:
+        expected = prompt[span.start : span.end].tolist()
+        assert [cache.token_of[slot] for slot in span.slots.tolist()] == expected
+    shared_tokens = int(kept[prefix:-1].sum())
+    assert both.matched_tokens > 0.8 * shared_tokens
+    assert alone.matched_tokens < 0.7 * shared_tokens, "the control"
+
+
+def test_without_similar_donors_a_plan_is_the_same():
+    cache = Cache()
+    cache.insert(text(0))
+    prompt = np.concatenate([text(9, 30), text(0)])
+    one, other = plan(cache, prompt, similar=False), plan(cache, prompt)
+    assert [(s.start, s.end, s.kind) for s in one.spans] == [
+        (s.start, s.end, s.kind) for s in other.spans
+    ]
