@@ -149,6 +149,46 @@ class KVShareConfig:
         low=0.0,
         high=1e9,
     )
+    similar_donors: bool = _option(
+        False,
+        "Whether what no run covers is looked for in similar prompts' windows too.",
+    )
+    min_semantic_run_tokens: int = _option(
+        4,
+        "Shortest run of equal tokens that is reused inside similar windows.",
+        low=2,
+        high=1024,
+    )
+    min_similarity: float = _option(
+        0.6,
+        "Cosine of two windows' sketches from which on their tokens are compared.",
+        low=0.0,
+        high=1.0,
+    )
+    min_window_coverage: float = _option(
+        0.5,
+        "Share of a window that such runs must cover together, or none of them counts.",
+        low=0.0,
+        high=1.0,
+    )
+    sketch_tokens: int = _option(
+        64,
+        "Tokens of a window that is sketched; windows overlap by half.",
+        low=8,
+        high=1024,
+    )
+    sketch_dims: int = _option(
+        128,
+        "Dimensions of a sketch: 4 bytes each for every half window of cached tokens.",
+        low=8,
+        high=4096,
+    )
+    similar_donors_per_window: int = _option(
+        4,
+        "Similar windows that a prompt's window is compared with, the most similar first.",
+        low=1,
+        high=64,
+    )
     max_donors_per_window: int = _option(
         8,
         "How many cached places of one window are looked at, the most recent first.",

@@ -315,7 +315,7 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[Chunk]) -> None:
         )
         if not finite:
             bad = parts.placer.invalid(sources).cpu().numpy()
-            batch.tree_cache.index.discard(bad)
+            batch.tree_cache.mirror.discard(bad)
             raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3

@@ -1,4 +1,4 @@
-"""The run index, kept in step with the radix tree by the tree's own structural changes."""
+"""The indices, kept in step with the radix tree by the tree's own structural changes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,66 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang_kvshare.engine.branches import path_tokens, untagged
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import Int64Array
 
 logger = logging.getLogger(__name__)
 
 
 class IndexMirror:
-    """Owner of the run index; told of every change of the tree after it happened.
+    """Owner of the indices; told of every change of the tree after it happened.
 
     The tree serves on whatever happens here: an index that cannot follow is given up until the
-    next flush, and every request gets its prefix as in stock SGLang.
+    next flush, and every request gets its prefix as in stock SGLang. Similar donors are given up on
+    their own; runs serve on.
 
     Args:
+        similar: the sketches of what ``index`` holds, or ``None`` where nobody asks for them.
         max_depth: tokens of a greater depth serve nobody and are not indexed.
-        on_fault: called when the index is given up.
+        on_fault: called with ``index`` or ``similar``, what is given up.
     """
 
-    def __init__(self, index: RunIndex, max_depth: int, on_fault: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        index: RunIndex,
+        max_depth: int,
+        on_fault: Callable[[str], None],
+        similar: SemanticIndex | None = None,
+    ) -> None:
         self.index = index
         self.failed = False
+        self._similar = similar
         self._max_depth = max_depth
         self._on_fault = on_fault
         self._nodes: dict[int, TreeNode] = {}
+        self.similar_failed = False
+
+    @property
+    def similar(self) -> SemanticIndex | None:
+        """Where similar donors are found; ``None`` when they are not wanted or given up."""
+        return None if self.failed or self.similar_failed else self._similar
 
     def clear(self) -> None:
         self.index.clear()
         self._nodes.clear()
         self.failed = False
+        self.similar_failed = False
+        self._similar_follows(lambda similar: similar.clear())
 
     def forget_donors(self) -> None:
         """Nothing that is cached now serves as a donor; the tree itself stays."""
+        self._similar_follows(lambda similar: similar.clear())
         self._follow(self.index.clear)
+
+    def discard(self, slots: Int64Array) -> None:
+        """Tokens that are no donors any more, although the tree still owns their slots."""
+        self._similar_follows(lambda similar: similar.remove(slots))
+        self._follow(lambda: self.index.discard(slots))
+
+    def give_up_similar(self) -> None:
+        """No similar donors until the next flush."""
+        self.similar_failed = True
+        self._on_fault("similar")
 
     def owners(self, slots: Int64Array) -> dict[int, TreeNode]:
         """The tree nodes that own ``slots``, by number."""
@@ -73,7 +102,9 @@ class IndexMirror:
         """``node`` has left the tree."""
 
         def change() -> None:
-            self.index.remove(_slots(node))
+            slots = _slots(node)
+            self._similar_follows(lambda similar: similar.remove(slots))
+            self.index.remove(slots)
             del self._nodes[node.id]
 
         self._follow(change)
@@ -95,6 +126,16 @@ class IndexMirror:
             self.index.insert(
                 leaf.id, namespace, tokens[part], slots[part], parent, position=start, depth=depth
             )
+            self._similar_follows(_insertion(namespace, tokens[part], slots[part]))
+
+    def _similar_follows(self, change: Callable[[SemanticIndex], None]) -> None:
+        if self._similar is None or self.similar_failed:
+            return
+        try:
+            change(self._similar)
+        except Exception:
+            logger.exception("KVShare's sketches lost the tree; no similar donors until a flush")
+            self.give_up_similar()
 
     def _follow(self, change: Callable[[], None]) -> None:
         if self.failed:
@@ -104,7 +145,13 @@ class IndexMirror:
         except Exception:
             logger.exception("KVShare's run index lost the tree; no donors until the next flush")
             self.failed = True
-            self._on_fault()
+            self._on_fault("index")
+
+
+def _insertion(
+    namespace: bytes, tokens: Int64Array, slots: Int64Array
+) -> Callable[[SemanticIndex], None]:
+    return lambda similar: similar.insert(namespace, tokens, slots)
 
 
 def _computed(begin: int, end: int, placed: Int64Array) -> list[tuple[int, int]]:

@@ -26,7 +26,18 @@ GAUGE_SECONDS = 1.0
 #: values, ``reused`` was copied from another offset; a report counts both as reused.
 SOURCES = ("prefix", "approximate_prefix", "reused", "recomputed", "new")
 #: Where a fault of KVShare can happen; each costs a cache miss.
-STEPS = ("match", "lock", "alloc", "copy", "select", "narrow", "publish", "index", "refresh")
+STEPS = (
+    "match",
+    "lock",
+    "alloc",
+    "copy",
+    "select",
+    "narrow",
+    "publish",
+    "index",
+    "similar",
+    "refresh",
+)
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 

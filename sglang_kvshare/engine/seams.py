@@ -195,6 +195,11 @@ SEAMS = (
         "is_prefill_only spec_info sampling_info has_grammar multimodal_inputs decoding_reqs",
     ),
     Seam(
+        _SRT + "layers.vocab_parallel_embedding.VocabParallelEmbedding.forward",
+        "self, input_",
+        "sketches",
+    ),
+    Seam(
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
         "batch, model_runner, capture_hidden_mode, return_hidden_states_before_norm, "
         "extend_position_info, spec_mrope_positions, kv_loc_plan, write_cols",

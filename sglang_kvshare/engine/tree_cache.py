@@ -33,6 +33,11 @@ from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.semantic_index import (
+    SemanticIndex,
+    SimilaritySettings,
+)
+from sglang_kvshare.matching.sketch import Float32Array, Sketcher
 from sglang_kvshare.plan import Placement, ReusePlan
 from sglang_kvshare.scheduling.benefit import BenefitGate
 
@@ -50,6 +55,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         Unsupported: the model, its RoPE or its KV pool is not served.
     """
     from sglang_kvshare.engine import hooks, verdict
+    from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
@@ -73,8 +79,27 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     # Every rank must come to the same plans, and no two measure the same times.
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
-    layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers)
+    model = ctx.tp_worker.model_runner.model
+    layers = len(decoder_layers(model))
+    embeddings = input_embeddings(model, config.sketch_dims) if config.similar_donors else None
+    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
+
+
+def similar_donors(
+    runs: RunIndex, config: KVShareConfig, embeddings: Float32Array
+) -> SemanticIndex:
+    """The index of similar donors as the configuration wants it."""
+    sketcher = Sketcher(embeddings, size_tokens=config.sketch_tokens, dims=config.sketch_dims)
+    return SemanticIndex(
+        runs,
+        sketcher,
+        SimilaritySettings(
+            min_similarity=config.min_similarity,
+            min_coverage=config.min_window_coverage,
+            min_run_tokens=config.min_semantic_run_tokens,
+            donors=config.similar_donors_per_window,
+        ),
+    )
 
 
 class KVShareRadixCache(RadixCache):
@@ -91,6 +116,7 @@ class KVShareRadixCache(RadixCache):
         gate: BenefitGate | None = None,
         metrics: Metrics | None = None,
         layers: int = 32,
+        embeddings: Float32Array | None = None,
     ) -> None:
         self.config = config
         #: Decoder layers of the model.
@@ -100,7 +126,10 @@ class KVShareRadixCache(RadixCache):
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
-        self.mirror = IndexMirror(self.index, config.max_depth, lambda: self.fault("index"))
+        similar = None if embeddings is None else similar_donors(self.index, config, embeddings)
+        self.mirror = IndexMirror(
+            self.index, config.max_depth, lambda what: self.fault(what), similar
+        )
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out.
         self.gate = gate
@@ -209,7 +238,19 @@ class KVShareRadixCache(RadixCache):
         )
 
     def plan(self, req: Any) -> ReusePlan:
-        """Match a request beyond its prefix (``req.prefix_len``); changes nothing."""
+        """Match a request beyond its prefix (``req.prefix_len``); changes nothing.
+
+        A fault among similar donors costs these alone: runs are planned.
+        """
+        if self.mirror.similar is not None:
+            try:
+                return self._plan(req, self.mirror.similar)
+            except Exception:
+                logger.exception("KVShare could not look for similar donors")
+                self.mirror.give_up_similar()
+        return self._plan(req, None)
+
+    def _plan(self, req: Any, similar: SemanticIndex | None) -> ReusePlan:
         return plan_reuse(
             self.index,
             int64(req.full_untruncated_fill_ids),
@@ -218,6 +259,7 @@ class KVShareRadixCache(RadixCache):
             self.config.max_donors_per_window,
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
+            similar=similar,
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:

@@ -109,13 +109,14 @@ class Sketcher:
 
     Args:
         embeddings: fp32 ``[vocabulary, dim]``, the model's input embeddings. They are projected to
-            ``dims`` dimensions, and only these are kept.
-        size_tokens: length of a window, even.
+            ``dims`` dimensions, and only these are kept; what was multiplied by
+            :func:`projection` before stays as it is.
+        size_tokens: length of a window, at least 2.
     """
 
     def __init__(self, embeddings: Float32Array, *, size_tokens: int = 64, dims: int = 128) -> None:
-        if size_tokens < 2 or size_tokens % 2:
-            raise ValueError(f"size_tokens={size_tokens}: an even number of at least 2")
+        if size_tokens < 2:
+            raise ValueError(f"size_tokens={size_tokens}: the least is 2")
         self.size_tokens = size_tokens
         self.dims = min(dims, embeddings.shape[1])
         self._table = _without_the_common(_projected(embeddings, self.dims))
@@ -145,13 +146,17 @@ class Sketcher:
         return kept, sums[telling] / lengths[telling]
 
 
+def projection(dim: int, dims: int) -> Float32Array:
+    """fp32 ``[dim, dims]``: random directions at right angles, always the same ones."""
+    random = np.random.default_rng(_SEED).standard_normal((dim, dims))
+    directions, _ = np.linalg.qr(random)
+    return np.ascontiguousarray(directions, dtype=np.float32)
+
+
 def _projected(embeddings: Float32Array, dims: int) -> Float32Array:
-    """Along ``dims`` random directions at right angles, always the same ones."""
     if dims == embeddings.shape[1]:
         return np.asarray(embeddings, dtype=np.float32)
-    random = np.random.default_rng(_SEED).standard_normal((embeddings.shape[1], dims))
-    directions, _ = np.linalg.qr(random)
-    return embeddings @ directions.astype(np.float32)
+    return embeddings @ projection(embeddings.shape[1], dims)
 
 
 def _without_the_common(table: Float32Array) -> Float32Array:

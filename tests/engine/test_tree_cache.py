@@ -15,10 +15,13 @@ from tree_machine import FakeReq, RecordingPlacer, TreeCacheMachine
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "similar"), [(1, False), (4, False), (16, False), (1, True), (4, True)]
+)
 @pytest.mark.usefixtures("sglang_cpu")
-def test_slots_locks_and_index_under_any_order_of_events(page_size):
-    machine = type("Machine", (TreeCacheMachine,), {"page_size": page_size, "pool": 160})
+def test_slots_locks_and_index_under_any_order_of_events(page_size, similar):
+    how = {"page_size": page_size, "pool": 160, "similar_donors": similar}
+    machine = type("Machine", (TreeCacheMachine,), how)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -73,6 +76,49 @@ def test_the_machine_does_reuse():
     assert sum(len(node.key) for node in machine.nodes()) == len(DONOR) + len(PROMPT)
     assert lengths[1] == len(PROMPT) - 1
     check_all(machine)
+
+
+def similar_machine():
+    return fresh(type("Machine", (TreeCacheMachine,), {"similar_donors": True}))
+
+
+#: Runs of two and three tokens between edits, which the run index (from 4 on) cannot see.
+EDITED = [1, 2, 5, 2, 1, 1, 6, 0]
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+def test_short_runs_between_edits_are_reused_from_a_similar_donor():
+    for machine, reused in ((fresh(), 0), (similar_machine(), 5)):
+        served(machine, DONOR)
+        report = served(machine, [7, *EDITED, 9])
+        assert report.reused_tokens == reused
+        check_all(machine)
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+@pytest.mark.parametrize("step", ["find", "insert", "remove"])
+def test_a_fault_among_similar_donors_costs_these_alone(step, monkeypatch):
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
+
+    machine = similar_machine()
+    served(machine, DONOR)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SemanticIndex, step, fail)
+        report = served(machine, [7, *EDITED, 9, *PASSAGE, 8])
+        if step == "remove":
+            machine.cache.evict(EvictParams(num_tokens=1))
+    assert report.reused_tokens >= 8, "runs serve on"
+    assert machine.faults == ["similar"]
+    assert machine.cache.mirror.similar is None
+    assert not machine.cache.index_failed
+    machine.flush()
+    assert machine.cache.mirror.similar is not None, "until a flush"
 
 
 @pytest.mark.usefixtures("sglang_cpu")

@@ -77,6 +77,7 @@ class FakeReq:
 
 #: Of the model that is not there.
 LAYERS = 4
+EMBEDDINGS = np.random.default_rng(8).standard_normal((300, 16)).astype(np.float32)
 
 
 class RecordingPlacer:
@@ -106,6 +107,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
     page_size = 1
     pool = 160
     max_depth = 1
+    similar_donors = False
 
     @initialize()
     def begin(self):
@@ -135,8 +137,12 @@ class TreeCacheMachine(RuleBasedStateMachine):
             min_saved_tokens=1,
             seam_tokens=1,
             max_depth=self.max_depth,
+            similar_donors=self.similar_donors,
+            sketch_tokens=8,
+            min_semantic_run_tokens=2,
         )
-        self.cache = KVShareRadixCache(params, config, layers=LAYERS)
+        embeddings = EMBEDDINGS if self.similar_donors else None
+        self.cache = KVShareRadixCache(params, config, layers=LAYERS, embeddings=embeddings)
         self.faults: list[str] = []
         self.cache.fault = self.faults.append
         #: Tokens that came from approximate branches: the run did what it is for.
@@ -502,6 +508,14 @@ class TreeCacheMachine(RuleBasedStateMachine):
                     assert index.position_of(slot) == begin + offset
                     total += 1
         assert index.live_tokens == total
+        assert not self.cache.mirror.similar_failed
+        similar = self.cache.mirror.similar
+        assert (similar is not None) == self.similar_donors
+        if similar is not None:
+            ends = np.flatnonzero(similar._length)
+            assert (index.nodes_of(ends) >= 0).all()
+            assert similar.windows == len(ends)
+            assert bool(total) == bool(len(ends))
 
     def placed_nodes(self):
         """Every node with the position of its first token."""
