@@ -29,7 +29,7 @@ from kvshare_eval.loaders import DataSource
 from kvshare_eval.loaders.banking77 import load_banking77
 from kvshare_eval.loaders.squad import load_squad
 from sglang_kvshare.matching.donor_index import DonorIndex
-from sglang_kvshare.matching.sketch import Float32Array, Sketcher, windows_of
+from sglang_kvshare.matching.sketch import Float32Array, Sketcher, TokenRarity, windows_of
 from sglang_kvshare.plan import Int64Array
 
 GATES = (0.5, 0.6, 0.7, 0.8)
@@ -78,17 +78,18 @@ def search(
     Args:
         skip_self: the queries are the donors, and none may find itself.
     """
+    rarity = TokenRarity()
     for _, tokens in donors:
-        sketcher.rarity.observe(tokens, windows_of(tokens.shape[0], sketcher.size_tokens))
+        rarity.observe(tokens, windows_of(tokens.shape[0], sketcher.size_tokens))
     index, labels = DonorIndex(sketcher.dims), np.zeros(0, dtype=np.int64)
     for label, tokens in donors:
-        sketches = sketcher.sketch(tokens)[1]
+        sketches = sketcher.sketch(tokens, rarity)[1]
         first = labels.shape[0]
         index.add(b"", np.arange(first, first + sketches.shape[0]), sketches)
         labels = np.append(labels, np.full(sketches.shape[0], label))
     right, similarity = [], []
     for number, (label, tokens) in enumerate(queries):
-        sketches = sketcher.sketch(tokens)[1]
+        sketches = sketcher.sketch(tokens, rarity)[1]
         near = index.search(b"", sketches, _NEAREST + skip_self)
         for windows, likeness in zip(near.windows, near.similarity, strict=True):
             kept = np.flatnonzero(windows != number) if skip_self else np.arange(_NEAREST)

@@ -112,8 +112,13 @@ class DonorIndex:
             self._partitions[namespace].add(windows, _rows(sketches))
         self._namespace_of.update(dict.fromkeys(numbers, namespace))
 
-    def remove(self, windows: Int64Array) -> None:
-        """Forget windows; numbers that the index does not hold are passed over."""
+    def remove(self, windows: Int64Array) -> list[bytes]:
+        """Forget windows; numbers that the index does not hold are passed over.
+
+        Returns:
+            the namespaces that have none any more.
+        """
+        emptied: list[bytes] = []
         gone: dict[bytes, list[int]] = {}
         for number in windows.tolist():
             namespace = self._namespace_of.pop(number, None)
@@ -123,9 +128,11 @@ class DonorIndex:
             part = self._partitions[namespace]
             if len(numbers) == len(part.living):
                 del self._partitions[namespace]
+                emptied.append(namespace)
             else:
                 with _one_thread():
                     part.remove(numbers)
+        return emptied
 
     def drop(self, namespace: bytes) -> Int64Array:
         """Forget a namespace; int64, the numbers of its windows."""

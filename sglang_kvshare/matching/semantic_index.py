@@ -19,7 +19,7 @@ import numpy as np
 from sglang_kvshare.matching.alignment import align
 from sglang_kvshare.matching.donor_index import NONE, DonorIndex
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.sketch import Sketcher, Windows
+from sglang_kvshare.matching.sketch import Sketcher, TokenRarity, Windows
 from sglang_kvshare.matching.surroundings import Stretch
 from sglang_kvshare.plan import BoolArray, Int64Array
 
@@ -88,6 +88,8 @@ class SemanticIndex:
         self._runs = runs
         self._sketcher = sketcher
         self._donors = DonorIndex(sketcher.dims)
+        #: Of each namespace that has a window.
+        self._rarity: dict[bytes, TokenRarity] = {}
         #: Length of the window that ends in a slot; 0 for none.
         self._length = np.zeros(runs.slots, dtype=np.int16)
 
@@ -97,15 +99,20 @@ class SemanticIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sketches, of the embeddings they are made from and of the map of windows."""
-        return self._donors.nbytes + self._sketcher.nbytes + int(self._length.nbytes)
+        """Bytes of the sketches, of what they are made from and of the map of windows."""
+        made_from = self._sketcher.nbytes + sum(one.nbytes for one in self._rarity.values())
+        return self._donors.nbytes + made_from + int(self._length.nbytes)
 
     # --- upkeep ------------------------------------------------------------------------------
 
     def insert(self, namespace: bytes, tokens: Int64Array, slots: Int64Array) -> None:
         """Tokens were inserted into the run index: int ``[m]`` each, neighbours on a path."""
-        windows, sketches = self._sketcher.sketch(tokens)
-        self._sketcher.rarity.observe(tokens, windows)
+        rarity = self._rarity.get(namespace) or TokenRarity()
+        windows, sketches = self._sketcher.sketch(tokens, rarity)
+        if not len(windows):
+            return
+        rarity.observe(tokens, windows)
+        self._rarity[namespace] = rarity
         last = slots[windows.end - 1]
         self._length[last] = windows.end - windows.start
         self._donors.add(namespace, last, sketches)
@@ -114,11 +121,13 @@ class SemanticIndex:
         """Tokens are leaving the run index; those that it does not hold are passed over."""
         ends = slots[self._length[slots] > 0]
         self._length[ends] = 0
-        self._donors.remove(ends)
+        for namespace in self._donors.remove(ends):
+            del self._rarity[namespace]
 
     def clear(self) -> None:
         self._length.fill(0)
         self._donors.clear()
+        self._rarity.clear()
 
     # --- lookup ------------------------------------------------------------------------------
 
@@ -140,8 +149,10 @@ class SemanticIndex:
         Returns:
             Longest first, then the more similar, then by start, source and slot.
         """
-        settings = self.settings
-        windows, sketches = self._sketcher.sketch(tokens)
+        settings, rarity = self.settings, self._rarity.get(namespace)
+        if rarity is None:
+            return []
+        windows, sketches = self._sketcher.sketch(tokens, rarity)
         asked = np.flatnonzero(_share(covered, windows) < _COVERED)
         near = self._donors.search(namespace, sketches[asked], settings.donors)
         found: list[SimilarRun] = []

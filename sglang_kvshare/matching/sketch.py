@@ -68,17 +68,22 @@ class TokenRarity:
     """In how many windows each token was seen: the weights of a sketch (inverse document
     frequency, a window being a document).
 
-    Args:
-        vocabulary: number of token ids.
+    A trust domain has one of its own: what others send must not change what is found in it. It
+    keeps 12 bytes for each token id that was seen.
     """
 
-    def __init__(self, vocabulary: int) -> None:
-        self._seen = np.zeros(vocabulary, dtype=np.float32)
+    def __init__(self) -> None:
+        self._ids: Int64Array = np.zeros(0, dtype=np.int64)
+        self._seen: Float32Array = np.zeros(0, dtype=np.float32)
         self._windows = 0
 
     @property
     def windows(self) -> int:
         return self._windows
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._ids.nbytes + self._seen.nbytes)
 
     def observe(self, tokens: Int64Array, windows: Windows) -> None:
         """Count what ``windows`` of ``tokens`` hold, each token once a window."""
@@ -87,11 +92,16 @@ class TokenRarity:
         lengths = windows.end - windows.start
         of_window = np.repeat(np.arange(len(windows)), lengths)
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        seen = tokens[np.repeat(windows.start, lengths) + within]
-        pairs = np.unique(of_window * self._seen.shape[0] + seen)
-        self._seen += np.bincount(
-            pairs % self._seen.shape[0], minlength=self._seen.shape[0]
-        ).astype(np.float32)
+        ids, place = np.unique(tokens, return_inverse=True)
+        pairs = np.unique(
+            of_window * ids.shape[0] + place[np.repeat(windows.start, lengths) + within]
+        )
+        counts = np.bincount(pairs % ids.shape[0], minlength=ids.shape[0])
+        merged = np.union1d(self._ids, ids)
+        seen = np.zeros(merged.shape[0], dtype=np.float32)
+        seen[np.searchsorted(merged, self._ids)] = self._seen
+        seen[np.searchsorted(merged, ids)] += counts.astype(np.float32)
+        self._ids, self._seen = merged, seen
         self._windows += len(windows)
         if self._windows > _MOST_WINDOWS:
             self._seen *= 0.5
@@ -99,8 +109,11 @@ class TokenRarity:
 
     def weights(self, tokens: Int64Array) -> Float32Array:
         """Of each token, above 0: ``log((1 + windows) / (1 + seen)) + 1`` of what was seen."""
-        total = np.float32(1 + self._windows)
-        weights: Float32Array = np.log(total / (1 + self._seen[tokens])) + np.float32(1)
+        seen = np.zeros(tokens.shape[0], dtype=np.float32)
+        if self._ids.shape[0]:
+            at = np.minimum(np.searchsorted(self._ids, tokens), self._ids.shape[0] - 1)
+            seen = np.where(self._ids[at] == tokens, self._seen[at], seen)
+        weights: Float32Array = np.log(np.float32(1 + self._windows) / (1 + seen)) + np.float32(1)
         return weights
 
 
@@ -120,21 +133,21 @@ class Sketcher:
         self.size_tokens = size_tokens
         self.dims = min(dims, embeddings.shape[1])
         self._table = _without_the_common(_projected(embeddings, self.dims))
-        self.rarity = TokenRarity(embeddings.shape[0])
 
     @property
     def nbytes(self) -> int:
         return int(self._table.nbytes)
 
-    def sketch(self, tokens: Int64Array) -> tuple[Windows, Float32Array]:
+    def sketch(self, tokens: Int64Array, rarity: TokenRarity) -> tuple[Windows, Float32Array]:
         """The windows of ``tokens`` and their sketches, fp32 ``[w, dims]`` of unit length.
 
-        A window that says nothing (its embeddings cancel out) is left out. Changes nothing.
+        Tokens are weighted by ``rarity``. A window that says nothing (its embeddings cancel out) is
+        left out. Changes nothing.
         """
         windows = windows_of(tokens.shape[0], self.size_tokens)
         if not len(windows):
             return windows, np.zeros((0, self.dims), dtype=np.float32)
-        weighted = self._table[tokens] * self.rarity.weights(tokens)[:, None]
+        weighted = self._table[tokens] * rarity.weights(tokens)[:, None]
         # Each row is read at most twice: windows that meet at a block's edge share its sum.
         cuts = np.unique(np.concatenate([windows.start, windows.end]))
         blocks = np.add.reduceat(weighted, cuts[:-1], axis=0)

@@ -122,6 +122,37 @@ def test_a_fault_among_similar_donors_costs_these_alone(step, monkeypatch):
 
 
 @pytest.mark.usefixtures("sglang_cpu")
+def test_donors_that_are_not_finite_are_no_similar_donors_either():
+    machine = similar_machine()
+    served(machine, DONOR)
+    similar, index = machine.cache.mirror.similar, machine.cache.index
+    before = similar.windows
+    machine.cache.mirror.discard(np.flatnonzero(index.nodes_of(np.arange(index.slots)) >= 0))
+    assert before > 0
+    assert (similar.windows, index.live_tokens) == (0, 0)
+    assert served(machine, [7, *EDITED, 9]).reused_tokens == 0
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+@pytest.mark.parametrize("dims", [8, 24, 100])
+def test_embeddings_are_looked_up_in_blocks_and_projected(dims, monkeypatch):
+    from sglang_kvshare.engine import embeddings
+    from sglang_kvshare.matching.sketch import projection
+
+    monkeypatch.setattr(embeddings, "_BLOCK_IDS", 7)
+    layer = torch.nn.Embedding(30, 24)
+    model = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=30), get_input_embeddings=lambda: layer
+    )
+    weight = layer.weight.detach().numpy()
+    expected = weight @ projection(24, dims) if dims < 24 else weight
+    told = embeddings.input_embeddings(model, dims)
+    np.testing.assert_allclose(told, expected, atol=1e-5)
+    inner = SimpleNamespace(config=model.config, model=SimpleNamespace(embed_tokens=layer))
+    assert (embeddings.input_embeddings(inner, dims) == told).all()
+
+
+@pytest.mark.usefixtures("sglang_cpu")
 def test_donors_of_one_request_have_an_order_of_eviction():
     """Equal times would be told apart by memory addresses: differently on every rank and run."""
     machine = fresh()

@@ -126,6 +126,35 @@ def test_other_namespaces_and_deeper_tokens_do_not_serve():
     assert cache.find(changed, max_depth=1), "the control"
 
 
+def test_what_others_cache_does_not_change_what_is_found():
+    """Similarity is compared with a gate: weights from elsewhere would show through it."""
+    told = []
+    for others in ([], [text(seed) for seed in range(10, 22)]):
+        cache = Cache()
+        for passage in others:
+            cache.insert(passage, b"b")
+        cache.insert(text(0))
+        changed, _ = edited(text(0), 0.1)
+        found = cache.find(changed)
+        told.append([(r.start, r.length, r.source, r.similarity) for r in found])
+    assert told[0]
+    assert told[0] == told[1]
+    assert cache.find(edited(text(12), 0.1)[0], b"b"), "the control"
+
+
+def test_nothing_is_left_of_a_namespace_without_windows():
+    cache = Cache()
+    empty = cache.similar.nbytes
+    slots = cache.insert(text(0), b"a")
+    cache.insert(text(1), b"b")
+    assert cache.similar.nbytes > empty
+    cache.remove(slots)
+    assert set(cache.similar._rarity) == {b"b"}
+    cache.similar.clear()
+    assert cache.similar.nbytes == empty
+    assert not cache.similar._rarity
+
+
 def test_what_is_covered_is_not_asked_for():
     cache, passage = Cache(), text(0)
     cache.insert(passage)

@@ -68,13 +68,13 @@ def parts(ids, size):
 def test_a_sketch_equals_its_definition(earlier, count, seed):
     table, size = embeddings(), 16
     sketcher = Sketcher(table, size_tokens=size, dims=DIM)
-    seen = []
+    seen, rarity = [], TokenRarity()
     for number, length in enumerate(earlier):
         ids = tokens(length, 1000 + number)
-        sketcher.rarity.observe(ids, windows_of(length, size))
+        rarity.observe(ids, windows_of(length, size))
         seen += parts(ids, size)
     ids = tokens(count, seed)
-    windows, sketches = sketcher.sketch(ids)
+    windows, sketches = sketcher.sketch(ids, rarity)
     centred = slow_table(table)
     expected = []
     for part in parts(ids, size):
@@ -82,7 +82,7 @@ def test_a_sketch_equals_its_definition(earlier, count, seed):
         expected.append(total / np.linalg.norm(total))
     assert len(windows) == len(expected)
     np.testing.assert_allclose(sketches, np.array(expected).reshape(-1, DIM), atol=5e-4)
-    again = sketcher.sketch(ids)[1]
+    again = sketcher.sketch(ids, rarity)[1]
     assert (again == sketches).all(), "sketching changes nothing"
 
 
@@ -93,7 +93,7 @@ def test_a_projection_keeps_angles():
     ids = random.integers(0, 2000, 64 * 20)
     # Windows of overlapping content, so that there are angles to keep.
     ids[64:128] = np.concatenate([ids[:48], ids[64:80]])
-    one, other = (sketcher.sketch(ids)[1] for sketcher in (whole, small))
+    one, other = (sketcher.sketch(ids, TokenRarity())[1] for sketcher in (whole, small))
     assert other.shape[1] == 128
     assert np.abs(one @ one.T - other @ other.T).max() < 0.3
     assert (one @ one.T)[0, 2] > 0.6
@@ -101,7 +101,7 @@ def test_a_projection_keeps_angles():
 
 
 def test_what_is_in_every_window_weighs_least():
-    rarity = TokenRarity(VOCABULARY)
+    rarity = TokenRarity()
     for seed in range(30):
         ids = tokens(20, seed)
         ids[0] = 7
@@ -115,7 +115,7 @@ def test_what_is_in_every_window_weighs_least():
 
 def test_old_counts_fade(monkeypatch):
     monkeypatch.setattr("sglang_kvshare.matching.sketch._MOST_WINDOWS", 100)
-    rarity = TokenRarity(VOCABULARY)
+    rarity = TokenRarity()
     for _ in range(90):
         rarity.observe(np.array([1]), windows_of(1, 2))
     before = rarity.weights(np.array([1, 2]))
@@ -129,7 +129,7 @@ def test_old_counts_fade(monkeypatch):
 
 def test_a_window_that_says_nothing_is_left_out():
     table = np.ones((VOCABULARY, DIM), dtype=np.float32)
-    windows, sketches = Sketcher(table, dims=DIM).sketch(tokens(100, 0))
+    windows, sketches = Sketcher(table, dims=DIM).sketch(tokens(100, 0), TokenRarity())
     assert len(windows) == 0
     assert sketches.shape == (0, DIM)
 
@@ -142,6 +142,8 @@ def test_a_window_is_no_single_token(size):
 
 def test_embeddings_may_be_projected_before():
     table, ids = embeddings(dim=40), tokens(100, 0)
-    one = Sketcher(table, size_tokens=16, dims=8).sketch(ids)[1]
-    other = Sketcher(table @ projection(40, 8), size_tokens=16, dims=8).sketch(ids)[1]
+    one = Sketcher(table, size_tokens=16, dims=8).sketch(ids, TokenRarity())[1]
+    other = Sketcher(table @ projection(40, 8), size_tokens=16, dims=8).sketch(ids, TokenRarity())[
+        1
+    ]
     assert (one == other).all()
