@@ -6,7 +6,8 @@
                    are compared
 
 A namespace that outgrows its index gets a larger one, a few sketches at a time, with every change
-that it sees, beside the one that answers meanwhile: nothing waits, no thread is needed, and ranks
+that it sees, beside the one that answers meanwhile: no change waits for all of it but to list the
+windows and draw the centres, no thread is needed, and ranks
 that see the same changes in the same order hold the same index at every step. Centres are sketches
 drawn with a fixed seed; they are not trained, for a training is a pause.
 

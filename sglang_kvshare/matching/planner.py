@@ -7,6 +7,7 @@ then               similar donors:   ~~                  ~~~~  ~~~
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,13 +76,11 @@ def _similar_spans(
         for start, end in free.take(run.start, run.end):
             offset = start - run.start
             spans.append(
-                Span(
+                replace(
+                    run,
                     start=start + prefix_tokens,
                     source=run.source + offset,
                     slots=run.slots[offset : end - run.start],
-                    kind="semantic",
-                    depth=run.depth,
-                    similarity=run.similarity,
                 )
             )
     return spans

@@ -12,7 +12,7 @@ that a window is whole for as long as that slot is in the index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,35 +21,10 @@ from sglang_kvshare.matching.donor_index import NONE, DonorIndex
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.sketch import Sketcher, TokenRarity, Windows
 from sglang_kvshare.matching.surroundings import Stretch
-from sglang_kvshare.plan import BoolArray, Int64Array
+from sglang_kvshare.plan import BoolArray, Int64Array, Span
 
 #: A window of which so much is covered already is not asked for.
 _COVERED = 0.75
-
-
-@dataclass(frozen=True)
-class SimilarRun:
-    """Prompt ``[start, end)`` equals the donor tokens in ``slots``, inside similar windows.
-
-    Attributes:
-        source: position of the first donor token in the donor's own sequence.
-        similarity: cosine of the windows' sketches.
-        depth: the largest provenance depth among the donor's tokens.
-    """
-
-    start: int
-    source: int
-    slots: Int64Array = field(compare=False, repr=False)
-    similarity: float
-    depth: int = 0
-
-    @property
-    def length(self) -> int:
-        return int(self.slots.shape[0])
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 @dataclass(frozen=True)
@@ -138,7 +113,7 @@ class SemanticIndex:
         covered: BoolArray,
         *,
         max_depth: int = 0,
-    ) -> list[SimilarRun]:
+    ) -> list[Span]:
         """Runs that ``tokens`` shares with similar windows. Changes nothing.
 
         Args:
@@ -147,7 +122,8 @@ class SemanticIndex:
             max_depth: tokens of a larger depth do not serve.
 
         Returns:
-            Longest first, then the more similar, then by start, source and slot.
+            Spans whose positions are those of ``tokens``; they may overlap. Longest first, then the
+            more similar, then by start, source and slot.
         """
         settings, rarity = self.settings, self._rarity.get(namespace)
         if rarity is None:
@@ -155,7 +131,7 @@ class SemanticIndex:
         windows, sketches = self._sketcher.sketch(tokens, rarity)
         asked = np.flatnonzero(_share(covered, windows) < _COVERED)
         near = self._donors.search(namespace, sketches[asked], settings.donors)
-        found: list[SimilarRun] = []
+        found: list[Span] = []
         for row, window in enumerate(asked.tolist()):
             part = slice(int(windows.start[window]), int(windows.end[window]))
             seen: set[int] = set()
@@ -192,26 +168,27 @@ def _shared(
     donor: Stretch,
     similarity: float,
     settings: SimilaritySettings,
-) -> list[SimilarRun]:
+) -> list[Span]:
     alignment = align(window, donor.tokens)
     blocks = alignment.long_enough(settings.min_run_tokens)
     if sum(block.length for block in blocks) < settings.min_coverage * window.shape[0]:
         return []
     return [
-        SimilarRun(
+        Span(
             start=start + block.start,
             source=donor.position + block.source,
             slots=donor.slots[block.source : block.source + block.length],
-            similarity=similarity,
+            kind="semantic",
             depth=donor.depth,
+            similarity=similarity,
         )
         for block in blocks
     ]
 
 
-def _joined(runs: list[SimilarRun]) -> list[SimilarRun]:
+def _joined(runs: list[Span]) -> list[Span]:
     """Runs of the same donor tokens that overlap become one, as similar as the best."""
-    told: list[SimilarRun] = []
+    told: list[Span] = []
     #: (slot, prompt position) of the last token of a run -> where it stands in `told`.
     last: dict[tuple[int, int], int] = {}
     for run in sorted(runs, key=_by_place):
@@ -231,20 +208,19 @@ def _joined(runs: list[SimilarRun]) -> list[SimilarRun]:
         before = told[at]
         last.pop((int(before.slots[-1]), before.end - 1))
         new = run.slots[before.end - run.start :]
-        told[at] = SimilarRun(
-            before.start,
-            before.source,
-            np.concatenate([before.slots, new]),
-            max(before.similarity, run.similarity),
-            max(before.depth, run.depth),
+        told[at] = replace(
+            before,
+            slots=np.concatenate([before.slots, new]),
+            similarity=max(before.similarity, run.similarity),
+            depth=max(before.depth, run.depth),
         )
         last[int(told[at].slots[-1]), told[at].end - 1] = at
     return sorted(told, key=_by_worth)
 
 
-def _by_place(run: SimilarRun) -> tuple[int, int, int, int, float]:
+def _by_place(run: Span) -> tuple[int, int, int, int, float]:
     return run.start, run.length, run.source, int(run.slots[0]), -run.similarity
 
 
-def _by_worth(run: SimilarRun) -> tuple[int, float, int, int, int]:
+def _by_worth(run: Span) -> tuple[int, float, int, int, int]:
     return -run.length, -run.similarity, run.start, run.source, int(run.slots[0])
