@@ -33,6 +33,8 @@ class Span:
             tokens are equal in both.
         depth: approximations that rest on each other in the donor's values; 0 for exact ones.
         similarity: of the windows around a semantic span, a cosine; 1 for an exact run.
+        continues: the span before it came from the same place of the same donor, and only a short
+            edit lies between: what stands before it is nearly what stood before its donor.
     """
 
     start: int
@@ -41,6 +43,7 @@ class Span:
     kind: str = "exact_run"
     depth: int = 0
     similarity: float = 1.0
+    continues: bool = False
 
     @property
     def length(self) -> int:

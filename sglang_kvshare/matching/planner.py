@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
+
+#: An edit of more tokens, in the prompt or in the donor, parts two spans.
+MOST_EDITED_TOKENS = 8
 
 
 def plan_reuse(
@@ -59,7 +63,8 @@ def plan_reuse(
     if similar is not None and not covered.all():
         spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
     spans.sort(key=lambda span: span.start)
-    return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans), scored_tokens)
+    told = _with_continuations(index, spans)
+    return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens)
 
 
 def _similar_spans(
@@ -84,6 +89,26 @@ def _similar_spans(
                 )
             )
     return spans
+
+
+def _with_continuations(index: RunIndex, spans: list[Span]) -> tuple[Span, ...]:
+    """Mark spans that follow the one before them in the donor as well, but for a short edit.
+
+    prompt   == span ==|edit|== span ==
+    donor    == span ==|..|== span ==
+    """
+    told = spans[:1]
+    for before, span in pairwise(spans):
+        dropped = span.source - before.source - before.length
+        edited = span.start - before.end
+        if (
+            0 <= dropped <= MOST_EDITED_TOKENS
+            and edited <= MOST_EDITED_TOKENS
+            and index.follows(int(before.slots[-1]), int(span.slots[0]), dropped)
+        ):
+            span = replace(span, continues=True)
+        told.append(span)
+    return tuple(told)
 
 
 class _Free:

@@ -362,6 +362,17 @@ class RunIndex:
         """See :func:`sglang_kvshare.matching.surroundings.around`."""
         return around(self._arena, slot, before, after)
 
+    def follows(self, before: int, slot: int, between: int) -> bool:
+        """Whether ``slot`` comes after ``before`` on a path, with ``between`` tokens in between.
+
+        Time grows with ``between``.
+
+        Raises:
+            KeyError: the index does not hold ``slot``.
+        """
+        above = self.around(slot, between + 1, 0).slots
+        return above.shape[0] == between + 2 and int(above[0]) == before
+
     # --- details -----------------------------------------------------------------------------
 
     def _ending_in(self, slot: int) -> int:
