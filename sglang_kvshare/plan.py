@@ -64,12 +64,14 @@ class ReusePlan:
         spans: in order of position, without overlap, all within ``[P, n - scored_tokens)``.
         scored_tokens: rows at the end whose logits are asked for, at least the last one. They are
             always computed; more than one only for log-probabilities of prompt tokens.
+        edge_tokens: matched tokens that reuse edges knew, for which nothing was looked up.
     """
 
     prompt_tokens: int
     prefix_tokens: int
     spans: tuple[Span, ...] = ()
     scored_tokens: int = 1
+    edge_tokens: int = 0
 
     def __post_init__(self) -> None:
         edge = self.prefix_tokens

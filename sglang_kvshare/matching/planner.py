@@ -1,23 +1,40 @@
 """From runs to a reuse plan: which run serves which position.
 
-prompt body   |.....=== exact run ===....=== exact run ===.........|
-then               similar donors:   ~~                  ~~~~  ~~~
+first, reuse edges    |-- edge --|
+prompt body           |..........|...=== exact run ===....=== exact run ===.........|
+then                       similar donors:   ~~                  ~~~~  ~~~
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
 
 #: An edit of more tokens, in the prompt or in the donor, parts two spans.
 MOST_EDITED_TOKENS = 8
+
+#: Lookups of one prompt; each has a cost of its own, besides that of its tokens.
+_MOST_LOOKUPS = 2
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The reuse edges that a prompt may ask.
+
+    Attributes:
+        anchor: number of the node where its exact prefix ends.
+    """
+
+    edges: ReuseEdges
+    anchor: int
 
 
 def plan_reuse(
@@ -29,6 +46,7 @@ def plan_reuse(
     max_depth: int = 0,
     scored_tokens: int = 1,
     similar: SemanticIndex | None = None,
+    behind: Behind | None = None,
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
@@ -39,32 +57,41 @@ def plan_reuse(
         limit, max_depth: see :meth:`RunIndex.find_runs`.
         scored_tokens: see :class:`ReusePlan`; never matched.
         similar: asked for what runs leave free.
+        behind: asked before the index is.
     """
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     covered = np.zeros(body.shape[0], dtype=np.bool_)
-    free = _Free(covered, index.min_run_tokens)
     spans: list[Span] = []
-    for run in index.find_runs(
-        body, namespace, limit, max_depth=max_depth, position=prefix_tokens, covering=True
-    ):
-        for start, end in free.take(run.start, run.end):
-            offset = start - run.start
-            spans.append(
-                Span(
-                    start=start + prefix_tokens,
-                    source=run.source + offset,
-                    slots=index.run_slots(run, offset, end - run.start),
-                    depth=run.depth,
+    if behind is not None:
+        spans = behind.edges.find(behind.anchor, namespace, body, prefix_tokens, max_depth)
+    edge_tokens = sum(span.length for span in spans)
+    for span in spans:
+        covered[span.start - prefix_tokens : span.end - prefix_tokens] = True
+    free = _Free(covered, index.min_run_tokens)
+    for low, high in free.parts():
+        stretch = body[low:high]
+        position = prefix_tokens + low
+        for run in index.find_runs(
+            stretch, namespace, limit, max_depth=max_depth, position=position, covering=True
+        ):
+            for start, end in free.take(low + run.start, low + run.end):
+                offset = start - low - run.start
+                spans.append(
+                    Span(
+                        start=start + prefix_tokens,
+                        source=run.source + offset,
+                        slots=index.run_slots(run, offset, offset + end - start),
+                        depth=run.depth,
+                    )
                 )
-            )
-            covered[start:end] = True
-        if not free:
-            break
+                covered[start:end] = True
+            if not free:
+                break
     if similar is not None and not covered.all():
         spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
     spans.sort(key=lambda span: span.start)
     told = _with_continuations(index, spans)
-    return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens)
+    return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens, edge_tokens)
 
 
 def _similar_spans(
@@ -124,6 +151,13 @@ class _Free:
 
     def __bool__(self) -> bool:
         return bool(self._starts)
+
+    def parts(self) -> list[tuple[int, int]]:
+        """What is to be looked up: each stretch, or where they are many all that they span."""
+        found = list(zip(self._starts, self._ends, strict=True))
+        if len(found) > _MOST_LOOKUPS:
+            return [(found[0][0], found[-1][1])]
+        return found
 
     def take(self, start: int, end: int) -> list[tuple[int, int]]:
         """Take what is free of ``[start, end)``, in stretches that are long enough for a span."""
