@@ -195,6 +195,20 @@ class KVShareConfig:
         low=1,
         high=64,
     )
+    reuse_edges_per_node: int = _option(
+        16,
+        "Reuse edges kept behind one node of the radix tree: what served there is asked first "
+        "when a prompt comes there again. 0: none.",
+        low=0,
+        high=1024,
+    )
+    donor_weight: float = _option(
+        1.0,
+        "How much longer nodes stay that served as donors: of u uses they are evicted after all "
+        "nodes of a lower floor(donor_weight * log2(1 + u)). 0: SGLang's order.",
+        low=0.0,
+        high=64.0,
+    )
     max_depth: int = _option(
         1,
         "Approximations that may rest on each other in a donor. 0: only exactly computed values "

@@ -9,6 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -24,14 +25,17 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_c
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine import branches
 from sglang_kvshare.engine.activation import active_config, off_sentence, switch_off
+from sglang_kvshare.engine.branches import exact_ancestor
 from sglang_kvshare.engine.donor_locks import DonorLocks
 from sglang_kvshare.engine.eligibility import accepts_approximation, scored_tokens
+from sglang_kvshare.engine.eviction import DonorsLast
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
-from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
+from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
-from sglang_kvshare.matching.planner import plan_reuse
+from sglang_kvshare.matching.planner import Behind, plan_reuse
+from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import (
     SemanticIndex,
@@ -127,8 +131,9 @@ class KVShareRadixCache(RadixCache):
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
         similar = None if embeddings is None else similar_donors(self.index, config, embeddings)
+        edges = ReuseEdges(self.index, config.reuse_edges_per_node)
         self.mirror = IndexMirror(
-            self.index, config.max_depth, lambda what: self.fault(what), similar
+            self.index, config.max_depth, lambda what: self.fault(what), similar, edges
         )
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out.
@@ -138,6 +143,9 @@ class KVShareRadixCache(RadixCache):
         #: The request whose values are being inserted, if it is one of ours.
         self._publishing: RequestState | None = None
         super().__init__(params)
+        self.eviction_strategy = DonorsLast(
+            self.eviction_strategy, config.donor_weight, allocator.size
+        )
         self.kv_events = ExactEvents(self.kv_events)
 
     def fault(self, step: str) -> None:
@@ -193,6 +201,7 @@ class KVShareRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
         branches.set_depth(upper, branches.depth_of(child))
+        self.eviction_strategy.split(upper, child)
         self.mirror.split(upper)
         return upper
 
@@ -255,16 +264,45 @@ class KVShareRadixCache(RadixCache):
             self.index,
             int64(req.full_untruncated_fill_ids),
             int(req.prefix_len),
-            Namespace(req.cache_salt, req.extra_key).encode(),
+            _namespace_of(req),
             self.config.max_donors_per_window,
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
             similar=similar,
+            behind=Behind(self.mirror.edges, exact_ancestor(req.last_node)[0].id),
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:
         """Keep the donors of ``placement`` in the tree until released; returns their number."""
-        return self.donors.hold(state, placement, self.mirror.owners(placement.slots))
+        owners = self.mirror.owners(placement.slots)
+        for node in owners.values():
+            self.eviction_strategy.used(node)
+        return self.donors.hold(state, placement, owners)
+
+    def carried_out(self, req: Any, state: RequestState, plan: ReusePlan) -> None:
+        """``plan`` serves ``req``: reuse edges say so to prompts that come to the same node."""
+        anchor = exact_ancestor(req.last_node)[0].id
+        state.edges = EdgesUsed(anchor, _namespace_of(req), plan.spans)
+        self._edges_follow(lambda: self.mirror.edges.used(anchor, _namespace_of(req), plan.spans))
+        self.metrics.planned_tokens(plan)
+
+    def measured(self, state: RequestState) -> None:
+        """The deviations of ``state``'s spans are known."""
+        used, found = state.edges, state.deviations
+        if used is not None and found:
+            self._edges_follow(
+                lambda: self.mirror.edges.measured(used.anchor, used.namespace, used.spans, found)
+            )
+
+    def _edges_follow(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except Exception:
+            logger.exception(
+                "KVShare could not keep a reuse edge; the request is served all the same"
+            )
+            self.mirror.edges.clear()
+            self.fault("edges")
 
     def release(self, state: RequestState) -> None:
         """See :meth:`DonorLocks.release`."""
@@ -375,6 +413,7 @@ class KVShareRadixCache(RadixCache):
                 self.fault("alloc")
             more = super().evict(EvictParams(params.num_tokens - result.num_tokens_evicted))
             result = EvictResult(result.num_tokens_evicted + more.num_tokens_evicted)
+        self.eviction_strategy.evicted(result.num_tokens_evicted)
         return result
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -383,3 +422,7 @@ class KVShareRadixCache(RadixCache):
         if state is not None:
             self.release(state)
             state.end()
+
+
+def _namespace_of(req: Any) -> bytes:
+    return Namespace(req.cache_salt, req.extra_key).encode()

@@ -156,9 +156,7 @@ class ReuseEdges:
             start=start - first + begin,
             source=donor.position + begin,
             slots=donor.slots[begin:stop],
-            kind=edge.kind,
             depth=donor.depth,
-            similarity=edge.similarity,
         )
 
     # --- upkeep ------------------------------------------------------------------------------
