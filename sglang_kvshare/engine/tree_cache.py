@@ -33,6 +33,7 @@ from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
 from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
+from sglang_kvshare.matching.gaps import GapSettings
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import Behind, plan_reuse
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
@@ -269,6 +270,11 @@ class KVShareRadixCache(RadixCache):
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
             similar=similar,
+            gaps=GapSettings(
+                self.config.min_semantic_run_tokens,
+                self.config.min_window_coverage,
+                self.config.max_depth,
+            ),
             behind=Behind(self.mirror.edges, exact_ancestor(req.last_node)[0].id),
         )
 

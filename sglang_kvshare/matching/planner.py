@@ -2,7 +2,8 @@
 
 first, reuse edges    |-- edge --|
 prompt body           |..........|...=== exact run ===....=== exact run ===.........|
-then                       similar donors:   ~~                  ~~~~  ~~~
+then, of the same donors            ~                 ~~~~
+then, of similar donors                                                       ~~~~~
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from sglang_kvshare.matching.gaps import GapSettings, fill_gaps
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex
@@ -47,6 +49,7 @@ def plan_reuse(
     scored_tokens: int = 1,
     similar: SemanticIndex | None = None,
     behind: Behind | None = None,
+    gaps: GapSettings | None = None,
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
@@ -58,6 +61,7 @@ def plan_reuse(
         scored_tokens: see :class:`ReusePlan`; never matched.
         similar: asked for what runs leave free.
         behind: asked before the index is.
+        gaps: how runs are carried on over edits; ``None``: not at all.
     """
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     covered = np.zeros(body.shape[0], dtype=np.bool_)
@@ -87,9 +91,16 @@ def plan_reuse(
                 covered[start:end] = True
             if not free:
                 break
+    if gaps is not None and spans:
+        spans.sort(key=_start)
+        matchable = tokens[: prefix_tokens + body.shape[0]]
+        short = fill_gaps(index, matchable, prefix_tokens, spans, gaps)
+        spans += short
+        for span in short:
+            covered[span.start - prefix_tokens : span.end - prefix_tokens] = True
     if similar is not None and not covered.all():
         spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
-    spans.sort(key=lambda span: span.start)
+    spans.sort(key=_start)
     told = _with_continuations(index, spans)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens, edge_tokens)
 
@@ -124,18 +135,27 @@ def _with_continuations(index: RunIndex, spans: list[Span]) -> tuple[Span, ...]:
     prompt   == span ==|edit|== span ==
     donor    == span ==|..|== span ==
     """
+    if len(spans) < 2:
+        return tuple(spans)
+    same_stretch = index.same_stretch(
+        np.array([span.slots[-1] for span in spans[:-1]]),
+        np.array([span.slots[0] for span in spans[1:]]),
+    )
     told = spans[:1]
-    for before, span in pairwise(spans):
+    for (before, span), same in zip(pairwise(spans), same_stretch.tolist(), strict=True):
         dropped = span.source - before.source - before.length
-        edited = span.start - before.end
         if (
             0 <= dropped <= MOST_EDITED_TOKENS
-            and edited <= MOST_EDITED_TOKENS
-            and index.follows(int(before.slots[-1]), int(span.slots[0]), dropped)
+            and span.start - before.end <= MOST_EDITED_TOKENS
+            and (same or index.follows(int(before.slots[-1]), int(span.slots[0]), dropped))
         ):
             span = replace(span, continues=True)
         told.append(span)
     return tuple(told)
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 class _Free:

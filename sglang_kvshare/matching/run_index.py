@@ -26,7 +26,7 @@ from sglang_kvshare.matching.stretches import firsts
 from sglang_kvshare.matching.surroundings import Stretch, around
 from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
-from sglang_kvshare.plan import Int32Array, Int64Array
+from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array
 
 _LARGEST = 2**31 - 1
 #: Dead entries that the table may always hold, and the share of the living that they may reach.
@@ -372,6 +372,15 @@ class RunIndex:
         """
         above = self.around(slot, between + 1, 0).slots
         return above.shape[0] == between + 2 and int(above[0]) == before
+
+    def same_stretch(self, some: Int64Array, others: Int64Array) -> BoolArray:
+        """bool ``[m]``: which pairs of held slots are known to be on one path without a search.
+
+        Others may be all the same; :meth:`follows` tells.
+        """
+        extents = self._arena.extent_of
+        told: BoolArray = extents[some] == extents[others]
+        return told
 
     # --- details -----------------------------------------------------------------------------
 
