@@ -43,7 +43,7 @@ def _selectors() -> tuple[str, ...]:
 
 def _option(default: Any, doc: str, **rules: Any) -> Any:
     """A dataclass field with its documentation and its bounds: ``low`` and ``high``, ``choices``
-    (:func:`choices_of`), or ``numbers`` for a list of layers."""
+    (:func:`choices_of`), ``numbers`` for a list of layers, or ``path`` for a file."""
     return field(default=default, metadata={"doc": doc, **rules})
 
 
@@ -153,6 +153,13 @@ class KVShareConfig:
         False,
         "Whether what no run covers is looked for in similar prompts' windows too.",
     )
+    embedder: str = _option(
+        "",
+        "Sentence model, a folder or a name that sentence-transformers loads, that sketches the "
+        "windows instead of the served model's own input embeddings: a second model in the "
+        "scheduler process, and slow (see docs/configuration.md).",
+        path=True,
+    )
     min_semantic_run_tokens: int = _option(
         4,
         "Shortest run of equal tokens that is reused inside similar windows.",
@@ -160,8 +167,9 @@ class KVShareConfig:
         high=1024,
     )
     min_similarity: float = _option(
-        0.6,
-        "Cosine of two windows' sketches from which on their tokens are compared.",
+        0.0,
+        "Cosine of two windows' sketches from which on their tokens are compared. 0: what suits "
+        "the sketches, 0.6, or 0.7 with an embedder.",
         low=0.0,
         high=1.0,
     )

@@ -156,10 +156,12 @@ def _resolve_once(original: Any, record: Any) -> None:
     if config is None:
         return original(record)
 
+    from sglang_kvshare.engine.embedder import check_embedder
     from sglang_kvshare.engine.seams import SeamError
     from sglang_kvshare.engine.support import Unsupported
 
     try:
+        check_embedder(config.embedder if config.similar_donors else "")
         if config.optional:
             # Resolution cannot be taken back, so that a copy shows what would become of it.
             _resolve_accepted(original, copy.deepcopy(record))

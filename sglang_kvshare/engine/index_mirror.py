@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -14,8 +14,10 @@ from sglang_kvshare.engine.branches import path_tokens, untagged
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import Int64Array
+
+if TYPE_CHECKING:
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 logger = logging.getLogger(__name__)
 

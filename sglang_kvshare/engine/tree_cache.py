@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -32,19 +32,19 @@ from sglang_kvshare.engine.eviction import DonorsLast
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
+from sglang_kvshare.engine.similar_donors import similar_donors, wanted_sketcher
 from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
 from sglang_kvshare.matching.gaps import GapSettings
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import Behind, plan_reuse
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.semantic_index import (
-    SemanticIndex,
-    SimilaritySettings,
-)
-from sglang_kvshare.matching.sketch import Float32Array, Sketcher
+from sglang_kvshare.matching.sketch import WindowSketcher
 from sglang_kvshare.plan import Placement, ReusePlan
 from sglang_kvshare.scheduling.benefit import BenefitGate
+
+if TYPE_CHECKING:
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
     Raises:
         SeamError: a hook does not stand in this process.
-        Unsupported: the model, its RoPE or its KV pool is not served.
+        Unsupported: the model, its RoPE, its KV pool or the embedder is not served.
     """
     from sglang_kvshare.engine import hooks, verdict
-    from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
@@ -72,8 +71,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         check_seams()
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
+        sketcher = wanted_sketcher(config, ctx.tp_worker)
     except (SeamError, Unsupported) as error:
-        # The same on every rank: it depends on the model's class and the pool's alone.
+        # The same on every rank: it depends on the model's class, the pool's and what is installed.
         verdict.refuse(str(error))
         if not config.optional:
             raise
@@ -84,27 +84,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     # Every rank must come to the same plans, and no two measure the same times.
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
-    model = ctx.tp_worker.model_runner.model
-    layers = len(decoder_layers(model))
-    embeddings = input_embeddings(model, config.sketch_dims) if config.similar_donors else None
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
-
-
-def similar_donors(
-    runs: RunIndex, config: KVShareConfig, embeddings: Float32Array
-) -> SemanticIndex:
-    """The index of similar donors as the configuration wants it."""
-    sketcher = Sketcher(embeddings, size_tokens=config.sketch_tokens, dims=config.sketch_dims)
-    return SemanticIndex(
-        runs,
-        sketcher,
-        SimilaritySettings(
-            min_similarity=config.min_similarity,
-            min_coverage=config.min_window_coverage,
-            min_run_tokens=config.min_semantic_run_tokens,
-            donors=config.similar_donors_per_window,
-        ),
-    )
+    layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
+    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher)
 
 
 class KVShareRadixCache(RadixCache):
@@ -121,7 +102,7 @@ class KVShareRadixCache(RadixCache):
         gate: BenefitGate | None = None,
         metrics: Metrics | None = None,
         layers: int = 32,
-        embeddings: Float32Array | None = None,
+        sketcher: WindowSketcher | None = None,
     ) -> None:
         self.config = config
         #: Decoder layers of the model.
@@ -131,7 +112,9 @@ class KVShareRadixCache(RadixCache):
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
-        similar = None if embeddings is None else similar_donors(self.index, config, embeddings)
+        similar = None
+        if sketcher is not None:
+            similar = similar_donors(self.index, config, sketcher, self.fault)
         edges = ReuseEdges(self.index, config.reuse_edges_per_node)
         self.mirror = IndexMirror(
             self.index, config.max_depth, lambda what: self.fault(what), similar, edges

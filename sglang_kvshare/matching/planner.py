@@ -11,14 +11,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_kvshare.matching.gaps import GapSettings, fill_gaps
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
+
+if TYPE_CHECKING:
+    # FAISS is imported where similar donors are wanted, and nowhere else.
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 #: An edit of more tokens, in the prompt or in the donor, parts two spans.
 MOST_EDITED_TOKENS = 8

@@ -118,6 +118,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
 
         from sglang_kvshare.config import KVShareConfig
         from sglang_kvshare.engine.tree_cache import KVShareRadixCache
+        from sglang_kvshare.matching.sketch import Sketcher
 
         common = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
         if self.page_size == 1:
@@ -141,8 +142,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
             sketch_tokens=8,
             min_semantic_run_tokens=2,
         )
-        embeddings = EMBEDDINGS if self.similar_donors else None
-        self.cache = KVShareRadixCache(params, config, layers=LAYERS, embeddings=embeddings)
+        sketcher = Sketcher(EMBEDDINGS, size_tokens=8) if self.similar_donors else None
+        self.cache = KVShareRadixCache(params, config, layers=LAYERS, sketcher=sketcher)
         self.faults: list[str] = []
         self.cache.fault = self.faults.append
         #: Tokens that came from approximate branches: the run did what it is for.

@@ -160,5 +160,5 @@ def test_every_field_is_documented_and_has_bounds():
         if isinstance(spec.default, bool):
             continue
         bounds = {"low", "high"} <= set(spec.metadata)
-        assert bounds or {"choices", "numbers"} & set(spec.metadata), spec.name
+        assert bounds or {"choices", "numbers", "path"} & set(spec.metadata), spec.name
         assert cli_flag(spec.name).startswith("--kvshare-")
