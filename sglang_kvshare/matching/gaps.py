@@ -95,7 +95,7 @@ def _filled(
     """Runs stand on both sides, so that a gap up to twice a step needs no more than they give."""
     if donor.depth > settings.max_depth or donor.slots.shape[0] < settings.min_run_tokens:
         return []
-    blocks = align(tokens[low:high], donor.tokens).long_enough(settings.min_run_tokens)
+    blocks = align(tokens[low:high], donor.tokens, settings.min_run_tokens).blocks
     matched = sum(block.length for block in blocks)
     around = 2 * min(_STEP_TOKENS // 2, high - low)
     share = (matched + around) / (high - low + around)
@@ -155,7 +155,7 @@ def _chained(part: Int64Array, donor: Stretch, settings: GapSettings) -> list[tu
         return []
     told: list[tuple[Block, float]] = []
     matched = 0
-    for block in align(part, donor.tokens).long_enough(settings.min_run_tokens):
+    for block in align(part, donor.tokens, settings.min_run_tokens).blocks:
         matched += block.length
         share = matched / max(block.end, block.source + block.length)
         if share < settings.min_coverage:

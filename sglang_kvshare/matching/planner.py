@@ -9,7 +9,7 @@ then, of similar donors                                                       ~~
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -121,15 +121,7 @@ def _similar_spans(
     spans: list[Span] = []
     for run in similar.find(body, namespace, covered, max_depth=max_depth):
         for start, end in free.take(run.start, run.end):
-            offset = start - run.start
-            spans.append(
-                replace(
-                    run,
-                    start=start + prefix_tokens,
-                    source=run.source + offset,
-                    slots=run.slots[offset : end - run.start],
-                )
-            )
+            spans.append(run.part(start - run.start, end - run.start, start + prefix_tokens))
     return spans
 
 
@@ -153,7 +145,7 @@ def _with_continuations(index: RunIndex, spans: list[Span]) -> tuple[Span, ...]:
             and span.start - before.end <= MOST_EDITED_TOKENS
             and (same or index.follows(int(before.slots[-1]), int(span.slots[0]), dropped))
         ):
-            span = replace(span, continues=True)
+            span = span.continuing()
         told.append(span)
     return tuple(told)
 

@@ -24,7 +24,10 @@ from sglang_kvshare.matching.surroundings import Stretch
 from sglang_kvshare.plan import BoolArray, Int64Array, Span
 
 #: A window of which so much is covered already is not asked for.
-_COVERED = 0.75
+_COVERED = 0.5
+
+#: A window of which so much is covered once a donor was aligned with it is shown no other.
+_ANSWERED = 0.75
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class SimilaritySettings:
     min_similarity: float = 0.6
     min_coverage: float = 0.5
     min_run_tokens: int = 4
-    donors: int = 4
+    donors: int = 2
 
 
 class SemanticIndex:
@@ -133,8 +136,13 @@ class SemanticIndex:
         windows, sketches = self._sketcher.sketch(tokens, rarity, asked)
         near = self._donors.search(namespace, sketches, settings.donors)
         found: list[Span] = []
+        taken, answered_to = covered.copy(), 0
         for row in range(len(windows)):
             part = slice(int(windows.start[row]), int(windows.end[row]))
+            follows = row + 1 < len(windows) and int(windows.start[row + 1]) < part.stop
+            if part.start < answered_to and follows:
+                # Half of it is answered, and the other half is asked for with the next one.
+                continue
             seen: set[int] = set()
             for slot, likeness in zip(
                 near.windows[row].tolist(), near.similarity[row].tolist(), strict=True
@@ -146,8 +154,15 @@ class SemanticIndex:
                     continue
                 donor = self._surroundings(slot)
                 seen.update(donor.slots.tolist())
-                if donor.depth <= max_depth:
-                    found += _shared(tokens[part], part.start, donor, likeness, settings)
+                if donor.depth > max_depth:
+                    continue
+                spans = _shared(tokens[part], part.start, donor, likeness, settings)
+                for span in spans:
+                    taken[span.start : span.end] = True
+                    answered_to = part.stop
+                found += spans
+                if spans and taken[part].mean() >= _ANSWERED:
+                    break
         return _joined(found)
 
     def _surroundings(self, slot: int) -> Stretch:
@@ -170,8 +185,7 @@ def _shared(
     similarity: float,
     settings: SimilaritySettings,
 ) -> list[Span]:
-    alignment = align(window, donor.tokens)
-    blocks = alignment.long_enough(settings.min_run_tokens)
+    blocks = align(window, donor.tokens, settings.min_run_tokens).blocks
     if sum(block.length for block in blocks) < settings.min_coverage * window.shape[0]:
         return []
     return [

@@ -116,7 +116,7 @@ def test_few_equal_tokens_in_a_window_do_not_count():
     passage, prompt = text(0, 64), text(1, 64)
     prompt[20:25] = passage[20:25]
     for coverage, counts in ((0.5, False), (0.1, True)):
-        cache = Cache(SimilaritySettings(min_similarity=-1.0, min_coverage=coverage))
+        cache = Cache(SimilaritySettings(min_similarity=-1.0, min_coverage=coverage, donors=4))
         cache.insert(passage)
         assert shared(cache.find(prompt), 64)[20:25].all() == counts
 
@@ -170,11 +170,12 @@ def test_what_is_covered_is_not_asked_for():
     assert not cache.find(passage, covered=np.ones(200, dtype=np.bool_))
 
 
-def test_neighbouring_windows_give_one_run():
+def test_neighbouring_windows_give_runs_that_meet():
     cache, passage = Cache(), text(0)
     slots = cache.insert(passage)
-    (run,) = cache.find(passage)
-    assert (run.start, run.source, run.slots.tolist()) == (0, 0, slots)
+    runs = sorted(cache.find(passage), key=lambda run: run.start)
+    assert all(run.start == run.source for run in runs)
+    assert [slot for run in runs for slot in run.slots.tolist()] == slots
 
 
 def test_what_follows_a_node_is_a_window_of_its_own_node():
@@ -183,7 +184,8 @@ def test_what_follows_a_node_is_a_window_of_its_own_node():
     slots = cache.insert(passage[:90])
     slots += cache.insert(passage[90:], parent=slots[-1])
     found = cache.find(passage)
-    assert shared(found, 200).all()
+    # But for the rest of a window that its first donor covers most of.
+    assert shared(found, 200).sum() >= 192
     placed = {run.start + i: slot for run in found for i, slot in enumerate(run.slots.tolist())}
     assert [placed[i] for i in range(200)] == slots
 
