@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rapidfuzz.distance import Levenshtein
 
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.plan import IntArray
 
 
 class Block(NamedTuple):
@@ -44,14 +44,14 @@ class Alignment:
     edits: int
 
 
-def align(prompt: Int64Array, donor: Int64Array, shortest: int = 1) -> Alignment:
+def align(prompt: IntArray, donor: IntArray, shortest: int = 1) -> Alignment:
     """Align two stretches of tokens.
 
     Time grows with the product of their lengths over 64 (bit-parallel), so both are to be short: a
     window and what stands around it.
 
     Args:
-        prompt, donor: int64 ``[n]`` and ``[m]``.
+        prompt, donor: int ``[n]`` and ``[m]``.
         shortest: blocks of fewer tokens are left out.
     """
     steps = Levenshtein.editops(prompt.tolist(), donor.tolist())

@@ -95,16 +95,20 @@ def plan_reuse(
                 covered[start:end] = True
             if not free:
                 break
-    if gaps is not None and spans:
-        spans.sort(key=_start)
-        matchable = tokens[: prefix_tokens + body.shape[0]]
+    matchable = tokens[: prefix_tokens + body.shape[0]]
+    spans.sort(key=_start)
+    if gaps is not None:
         short = fill_gaps(index, matchable, prefix_tokens, spans, gaps)
-        spans += short
         for span in short:
             covered[span.start - prefix_tokens : span.end - prefix_tokens] = True
+        spans = sorted([*spans, *short], key=_start)
     if similar is not None and not covered.all():
-        spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
-    spans.sort(key=_start)
+        alike = _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
+        spans = sorted([*spans, *alike], key=_start)
+        if gaps is not None and alike:
+            beside = {span.start for span in alike}
+            short = fill_gaps(index, matchable, prefix_tokens, spans, gaps, beside)
+            spans = sorted([*spans, *short], key=_start)
     told = _with_continuations(index, spans)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens, edge_tokens)
 
