@@ -150,7 +150,7 @@ class KVShareConfig:
         high=1e9,
     )
     similar_donors: bool = _option(
-        False,
+        True,
         "Whether what no run covers is looked for in similar prompts' windows too.",
     )
     embedder: str = _option(
@@ -162,7 +162,8 @@ class KVShareConfig:
     )
     min_semantic_run_tokens: int = _option(
         4,
-        "Shortest run of equal tokens that is reused inside similar windows.",
+        "Shortest run of equal tokens that is reused beside a longer run of the same donor, or "
+        "inside similar windows.",
         low=2,
         high=1024,
     )
@@ -175,7 +176,8 @@ class KVShareConfig:
     )
     min_window_coverage: float = _option(
         0.5,
-        "Share of a window that such runs must cover together, or none of them counts.",
+        "Share that such runs must cover together, of a window or of the way from the longer run, "
+        "or none of them counts.",
         low=0.0,
         high=1.0,
     )

@@ -44,11 +44,12 @@ def index_of(runs: RunIndex) -> SemanticIndex:
     """With the default settings."""
     random = np.random.default_rng(3)
     embeddings = random.standard_normal((VOCABULARY, CONFIG.sketch_dims)).astype(np.float32)
+    sketcher = Sketcher(embeddings, size_tokens=CONFIG.sketch_tokens, dims=CONFIG.sketch_dims)
     return SemanticIndex(
         runs,
-        Sketcher(embeddings, size_tokens=CONFIG.sketch_tokens, dims=CONFIG.sketch_dims),
+        sketcher,
         SimilaritySettings(
-            min_similarity=CONFIG.min_similarity,
+            min_similarity=CONFIG.min_similarity or sketcher.min_similarity,
             min_coverage=CONFIG.min_window_coverage,
             min_run_tokens=CONFIG.min_semantic_run_tokens,
             donors=CONFIG.similar_donors_per_window,

@@ -90,6 +90,7 @@ def measure(
         told[f"matched, {name}"] = matched[name]
         trial = trial_of(model, changed, source, found)
         scores = trial.contribution()
+        told[f"rows, {name}, 0"] = found.new_tokens
         told[f"{name}, 0"] = trial.divergence(np.empty(0, dtype=np.int64))
         for ratio in ratios:
             settings = SelectionSettings(ratio, seam_tokens=8, tail_tokens=8)

@@ -93,7 +93,7 @@ def _add_cli_args(original: Any, parser: argparse.ArgumentParser) -> None:
     )
     for spec in option_fields():
         kind: dict[str, Any] = (
-            {"action": "store_true"}
+            {"action": argparse.BooleanOptionalAction}
             if isinstance(spec.default, bool)
             else {"type": type(spec.default), "choices": choices_of(spec) or None}
         )

@@ -37,11 +37,13 @@ def wanted_sketcher(config: KVShareConfig, worker: Any) -> WindowSketcher | None
         return None
     if config.embedder:
         return load_embedder(config.embedder, worker.tokenizer, config.sketch_tokens)
-    return Sketcher(
-        input_embeddings(worker.model_runner.model, config.sketch_dims),
-        size_tokens=config.sketch_tokens,
-        dims=config.sketch_dims,
-    )
+    try:
+        embeddings = input_embeddings(worker.model_runner.model, config.sketch_dims)
+    except Exception:
+        # The same on every rank: it depends on the model's class.
+        logger.exception("KVShare finds no similar donors: the model's embeddings cannot be read")
+        return None
+    return Sketcher(embeddings, size_tokens=config.sketch_tokens, dims=config.sketch_dims)
 
 
 def similar_donors(
