@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 from comparing import difference, expected_spared, largest_difference, narrow_layer
 from prompts import Book, cached_part
+from reference import Match
 from server_configs import ALL, on
 
 pytestmark = pytest.mark.engine
@@ -70,6 +71,37 @@ def test_an_approximation_equals_the_reference_s_approximation(server, reference
         # Not just close to the full result: the approximation is another one.
         full = reference.full(prompt).logprobs()
         assert (row.logprobs() - full).abs().max() > 0.02
+
+
+#: Tokens of a passage that are left as they are, with one replaced between each two parts.
+PARTS = (20, 7, 5, 3, 18, 6, 4, 20)
+
+
+@pytest.mark.parametrize("ratio", [None, 0.3])
+@on(*ALL)
+def test_an_edited_passage_is_reused_around_its_edits(server, references, ratio):
+    """Runs, what lies between them, and beyond; a seam stands where the first one begins alone."""
+    reference = references[server.config.model]
+    book = Book(15)
+    passage = donors(server, book, 1)[0]
+    assert sum(PARTS) + len(PARTS) - 1 == passage.length
+    prompt, source, matches = [941, 942], passage.source, []
+    for part in PARTS:
+        if part >= 4:
+            matches.append(Match(len(prompt), source, part, passage.donor))
+        prompt += passage.donor[source : source + part]
+        prompt.append(950)
+        source += part + 1
+    prompt += [943, 944, 945]
+    matches = cached_part(matches, server.config.page_size, min_run=4)
+    answer = server.generate(prompt, 8, **({} if ratio is None else {"recompute_ratio": ratio}))
+    spared = expected_spared(server, matches, len(prompt), ratio)
+    matched = sum(match.length for match in matches)
+    assert answer.counts == (0, len(spared), matched - len(spared), len(prompt) - matched)
+    # One seam and some of each span: with a seam at every span little would be left.
+    assert len(spared) > (0.6 if ratio is None else 0.5) * matched
+    row = reference.approximate(prompt, spared, narrow_layer(server))
+    assert largest_difference(answer, reference, row) < ROUNDING
 
 
 @on("qwen3", "mistral", "linear_rope")
