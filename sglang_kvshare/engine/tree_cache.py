@@ -9,6 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -39,7 +40,7 @@ from sglang_kvshare.matching.semantic_index import (
 )
 from sglang_kvshare.matching.sketch import Float32Array, Sketcher
 from sglang_kvshare.plan import Placement, ReusePlan
-from sglang_kvshare.scheduling.benefit import BenefitGate
+from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,10 @@ class KVShareRadixCache(RadixCache):
             self.index, config.max_depth, lambda what: self.fault(what), similar
         )
         self.donors = DonorLocks(self.lock, self.unlock)
-        #: ``None``: every plan of ``min_saved_tokens`` is carried out.
+        #: ``None``: every plan of ``min_saved_tokens`` is carried out. Beside tenants see
+        #: :meth:`gate_of`.
         self.gate = gate
+        self._gates = BenefitGates() if gate is not None and config.tenants else None
         #: Counts the model's weights; see :meth:`forget_donors`.
         self.generation = 0
         #: The request whose values are being inserted, if it is one of ours.
@@ -154,6 +157,13 @@ class KVShareRadixCache(RadixCache):
             donor_locks=self.held_donor_locks,
             failed=self.index_failed,
         )
+
+    def gate_of(self, reqs: Iterable[Any]) -> BenefitGate | None:
+        """The gate that decides for ``reqs`` and learns from a forward of them, if there is one."""
+        if self._gates is None:
+            return self.gate
+        states = (state_of(req) for req in reqs)
+        return self._gates.of({state.domain for state in states if state is not None})
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
 
@@ -251,6 +261,7 @@ class KVShareRadixCache(RadixCache):
         return self._plan(req, None)
 
     def _plan(self, req: Any, similar: SemanticIndex | None) -> ReusePlan:
+        state = state_of(req)
         return plan_reuse(
             self.index,
             int64(req.full_untruncated_fill_ids),
@@ -260,6 +271,7 @@ class KVShareRadixCache(RadixCache):
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
             similar=similar,
+            shared=() if state is None else state.shared_namespaces,
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:
