@@ -19,15 +19,17 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "KVSHARE_"
-#: Environment names with the prefix that are no configuration keys. The last two are not for users:
-#: a launcher hands them to its children.
+#: Environment names with the prefix that are no configuration keys. Two are not for users:
+#: a launcher hands ``KVSHARE_RESOLVED`` and ``KVSHARE_VERDICT`` to its children.
 ENV_SWITCH = "KVSHARE"
 ENV_FILE = "KVSHARE_CONFIG"
 #: The secret of the tenants' salts: never a key, so that it stands in no log and no listing.
 ENV_TENANT_SECRET = "KVSHARE_TENANT_SECRET"
 ENV_RESOLVED = "KVSHARE_RESOLVED"
 ENV_VERDICT = "KVSHARE_VERDICT"
-_NO_KEYS = (ENV_FILE, ENV_TENANT_SECRET, ENV_RESOLVED, ENV_VERDICT)
+#: What `kvshare publish` sends; a server may be started from the same environment.
+ENV_OPERATOR_KEY = "KVSHARE_OPERATOR_KEY"
+_NO_KEYS = (ENV_FILE, ENV_TENANT_SECRET, ENV_RESOLVED, ENV_VERDICT, ENV_OPERATOR_KEY)
 
 REUSE_MODES = ("off", "exact_prefix", "approximate")
 ATTENTION_SOURCES = ("probe_pass", "check_layer")

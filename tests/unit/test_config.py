@@ -155,7 +155,8 @@ def test_what_a_launcher_hands_to_its_children_is_no_setting():
 
 
 def test_the_tenants_secret_is_no_setting_and_stands_in_none():
-    config = resolve(env={"KVSHARE_TENANT_SECRET": "0" * 64, "KVSHARE_TENANTS": "t.yaml"})
+    env = {"KVSHARE_TENANT_SECRET": "0" * 64, "KVSHARE_OPERATOR_KEY": "0" * 64}
+    config = resolve(env={**env, "KVSHARE_TENANTS": "t.yaml"})
     assert config == KVShareConfig(tenants="t.yaml")
     assert "0" * 64 not in config.to_json()
 
