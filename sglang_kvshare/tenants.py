@@ -138,8 +138,9 @@ class TenantBook:
         try:
             content = yaml.safe_load(path.read_text())
             file = TenantFile.model_validate(content)
-        except (OSError, yaml.YAMLError) as error:
-            raise TenantError(f"tenants file {path}: {error}") from error
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            # YAML's errors are several lines.
+            raise TenantError(f"tenants file {path}: {' '.join(str(error).split())}") from error
         except ValidationError as error:
             told = "; ".join(
                 f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"

@@ -12,7 +12,9 @@ import requests
 from prompts import Book
 from server import check_counts, request_body, to_answer
 from server_configs import TENANT_SECRET, TENANTS, on
+from typer.testing import CliRunner
 
+from sglang_kvshare import cli
 from sglang_kvshare.tenants import ENV_SECRET, TenantBook
 
 pytestmark = [pytest.mark.engine, on("tenants")]
@@ -181,6 +183,22 @@ def test_published_passages_are_everybodys_and_nobody_else_publishes(server):
 def publish(server, ids, headers, **fields):
     body = request_body(ids, 5, logprobs=False, kvshare={"publish_as": "public"})
     return server.post("/generate", body | fields, headers=headers)
+
+
+def test_the_command_publishes(server, tmp_path):
+    passage = Book(6).passage(120)
+    path = tmp_path / "passage.txt"
+    path.write_text(" ".join(f"t{token}" for token in passage))
+
+    def run(key):
+        words = ["publish", str(path), "--url", server.url, "--key", key]
+        return CliRunner().invoke(cli.app, words)
+
+    refused = run("key-alice")
+    assert (refused.exit_code, "operator_keys" in refused.stderr) == (1, True), refused.stderr
+    assert "published 1 passages, 120 tokens" in run("key-operator").stdout
+    asked = [950, *passage, 951, 952]
+    assert served(server, "gus", asked, publish=False).report["reused_tokens"] == len(passage)
 
 
 def test_what_is_wrong_is_named(server):

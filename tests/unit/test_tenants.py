@@ -118,6 +118,15 @@ def test_what_is_wrong_is_named(tmp_path, changes, named):
         TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
 
 
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "tenants.yaml"
+    for content in (b"tenants: [\n  a: b: c\n", b"\xff\xfe\x00"):
+        path.write_bytes(content)
+        with pytest.raises(TenantError, match=r"tenants\.yaml") as refused:
+            TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
+        assert "\n" not in str(refused.value)
+
+
 def test_the_example_is_good():
     path = Path(__file__).parents[2] / "configs" / "tenants.yaml"
     read = TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
