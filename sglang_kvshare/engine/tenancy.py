@@ -54,23 +54,26 @@ def with_whole_path(config: KVShareConfig) -> KVShareConfig:
     return replace(config, tenants=str(Path(config.tenants).absolute()))
 
 
+@lru_cache(maxsize=1)
+def _kept(path: str) -> TenantBook:
+    return TenantBook.read(Path(path), os.environ)
+
+
 def read(config: KVShareConfig) -> TenantBook | None:
-    """The tenants that ``config`` names; ``None`` for none.
+    """Read the tenants that ``config`` names, ``None`` for none; called when a process starts, so
+    that what becomes of the file later ends no request.
 
     Raises:
         TenantError: the file or the secret cannot be used.
     """
-    return TenantBook.read(Path(config.tenants), os.environ) if config.tenants else None
+    _kept.cache_clear()
+    return _kept(config.tenants) if config.tenants else None
 
 
 def book() -> TenantBook | None:
     """The tenants of this process; ``None`` where the server tells no tenants apart."""
     config = active_config()
-    return None if config is None or not config.tenants else _kept(config)
-
-
-#: Of one configuration: it is asked for with every request.
-_kept = lru_cache(maxsize=1)(read)
+    return None if config is None or not config.tenants else _kept(config.tenants)
 
 
 def check_arguments(args: Any, tenants: TenantBook) -> None:

@@ -41,6 +41,7 @@ from sglang_kvshare.matching.semantic_index import (
 from sglang_kvshare.matching.sketch import Float32Array, Sketcher
 from sglang_kvshare.plan import Placement, ReusePlan
 from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
+from sglang_kvshare.tenants import TenantError
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     Raises:
         SeamError: a hook does not stand in this process.
         Unsupported: the model, its RoPE or its KV pool is not served.
+        TenantError: the tenants file cannot be used any more.
     """
-    from sglang_kvshare.engine import hooks, verdict
+    from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
@@ -68,7 +70,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         check_seams()
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
-    except (SeamError, Unsupported) as error:
+        tenancy.read(config)
+    except (SeamError, Unsupported, TenantError) as error:
         # The same on every rank: it depends on the model's class and the pool's alone.
         verdict.refuse(str(error))
         if not config.optional:

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from sglang_kvshare import cli
 from sglang_kvshare.tenants import ENV_SECRET, TenantBook
+from sglang_kvshare.verify.checks import verify
+from sglang_kvshare.verify.client import VerifyError
 
 pytestmark = [pytest.mark.engine, on("tenants")]
 
@@ -297,6 +299,13 @@ def test_the_openai_api_keeps_tenants_apart_too(server):
     ask("alice", donor)
     assert ask("mallory", prompt, cache_salt=BOOK.salt("alice"))["reused_tokens"] == 0
     assert ask("alice", prompt)["reused_tokens"] > 200
+
+
+def test_a_tenant_verifies_its_own_reuse(server):
+    found = verify(server.url, api_key="key-alice", passage_tokens=200)
+    assert found.ok, found.checks
+    with pytest.raises(VerifyError, match="another key"):
+        verify(server.url, api_key="nobodys", passage_tokens=200)
 
 
 def test_anthropics_clients_send_their_key_elsewhere(server):
