@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-from sglang_kvshare.engine.seams import WEIGHT_UPDATES, check_hooked
+from sglang_kvshare.engine.seams import STREAMS, WEIGHT_UPDATES, check_hooked
 
 Hook = tuple[str, Callable[..., Any]]
 
@@ -46,6 +46,7 @@ def http_hooks() -> tuple[Hook, ...]:
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
             tenant_requests.generate,
         ),
+        *((target, tenant_requests.entrance) for target in STREAMS),
         (entry + "openai.utils.cached_tokens_details_from_dict", report.openai_details),
     )
 

@@ -6,6 +6,7 @@
 Seam: ``TokenizerManager.generate_request(obj, request)``, which every entrance calls with the
 client's request, and where ``obj`` is not split into its parts yet.
 ``TokenizerManager.server_status``, ``Starting`` until SGLang's warm-up is over.
+``AnthropicServing.handle_messages``, ``OllamaServing.handle_chat`` and ``handle_generate``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,18 @@ def generate(original: Any, self: Any, obj: Any, request: Any = None) -> Any:
         except (UnknownTenant, RequestError) as error:
             return _failing(as_http(error))
     return original(self, obj, request)
+
+
+async def entrance(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
+    """Hook of entrances that have a way of their own to a stream, which FastAPI's 403 precedes."""
+    tenants = tenancy.book()
+    if tenants is not None:
+        serving = getattr(self, "openai_serving_chat", self)
+        try:
+            check(tenants, raw_request, None, starting=is_starting(serving.tokenizer_manager))
+        except UnknownTenant as error:
+            raise as_http(error) from None
+    return await original(self, request, raw_request)
 
 
 async def _failing(error: Exception) -> AsyncIterator[Any]:

@@ -230,57 +230,41 @@ SHORT = {"options": {"num_predict": 2}}
 CHAT = {"model": "any", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
 GENERATE = {"text": WORDS, "sampling_params": {"max_new_tokens": 2}}
 COMPLETION = {"model": "any", "prompt": WORDS, "max_tokens": 2}
-#: Every entrance that ends in the model: (path, body, what a stranger gets).
+#: Every entrance that ends in the model: (path, body). SGLang offers `/v1/responses` only where
+#: another package is installed.
 ENTRANCES = [
-    ("/generate", GENERATE, {403}),
-    ("/generate", GENERATE | {"stream": True}, {403}),
-    ("/generate", GENERATE | {"text": [WORDS, WORDS]}, {403}),
-    ("/v1/completions", COMPLETION, {403}),
-    ("/v1/completions", COMPLETION | {"stream": True}, {403}),
-    ("/v1/chat/completions", CHAT, {403}),
-    ("/v1/chat/completions", CHAT | {"stream": True}, {403}),
-    ("/invocations", CHAT, {403}),
-    ("/vertex_generate", {"instances": [{"text": WORDS}], "parameters": {}}, {403}),
-    ("/api/generate", {"model": "any", "prompt": WORDS, "stream": False} | SHORT, {403}),
-    ("/api/chat", CHAT | SHORT | {"stream": False}, {403}),
-    ("/v1/messages", CHAT, {403, 400}),
-    ("/v1/responses", {"model": "any", "input": WORDS, "max_output_tokens": 2}, {403, 400}),
-    ("/v1/score", {"query": WORDS, "items": ["t7"], "label_token_ids": [1], "model": "any"}, {403}),
-    ("/v1/embeddings", {"model": "any", "input": WORDS}, {403}),
-    ("/encode", {"text": WORDS}, {403}),
-    ("/classify", {"text": WORDS}, {403}),
+    ("/generate", GENERATE),
+    ("/generate", GENERATE | {"stream": True}),
+    ("/generate", GENERATE | {"text": [WORDS, WORDS]}),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", COMPLETION | {"stream": True}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/invocations", CHAT),
+    ("/vertex_generate", {"instances": [{"text": WORDS}], "parameters": {}}),
+    ("/api/generate", {"model": "any", "prompt": WORDS, "stream": False} | SHORT),
+    ("/api/chat", CHAT | SHORT | {"stream": False}),
+    ("/api/generate", {"model": "any", "prompt": WORDS, "stream": True} | SHORT),
+    ("/api/chat", CHAT | SHORT | {"stream": True}),
+    ("/v1/messages", CHAT),
+    ("/v1/messages", CHAT | {"stream": True}),
+    ("/v1/score", {"query": WORDS, "items": ["t7"], "label_token_ids": [1], "model": "any"}),
+    ("/v1/embeddings", {"model": "any", "input": WORDS}),
+    ("/encode", {"text": WORDS}),
+    ("/classify", {"text": WORDS}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "refused"), ENTRANCES, ids=lambda v: str(v)[:40])
-def test_a_stranger_is_refused_at_every_entrance(server, path, body, refused):
+@pytest.mark.parametrize(("path", "body"), ENTRANCES, ids=lambda v: str(v)[:40])
+def test_a_stranger_is_refused_at_every_entrance(server, path, body):
     for headers in ({}, {"Authorization": "Bearer nobodys"}, {"X-Tenant": "nobody"}):
         response = server.post(path, body, headers=headers)
-        assert response.status_code in refused, (response.status_code, response.text)
+        assert response.status_code == 403, (response.status_code, response.text)
         assert "no tenant has this API key" in response.text
     # Positive control: what a tenant is answered, 400 where this model has no answer.
     response = server.post(path, body, headers=who("alice"))
     wanted = 400 if path in ("/v1/embeddings", "/encode", "/classify") else 200
     assert response.status_code == wanted, (response.status_code, response.text)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/api/generate", {"model": "any", "prompt": WORDS, "stream": True}),
-        ("/api/chat", CHAT | {"stream": True}),
-        ("/v1/messages", CHAT | {"stream": True}),
-        ("/v1/responses", {"model": "any", "input": WORDS, "stream": True}),
-    ],
-    ids=lambda v: str(v)[:30],
-)
-def test_a_stream_that_has_begun_gives_a_stranger_nothing(server, path, body):
-    try:
-        told = server.post(path, body, timeout=20).text
-    except requests.RequestException:
-        told = ""
-    assert "t" not in told or not any(f'"t{number}' in told for number in range(1000)), told
-    assert served(server, "alice", list(range(20))).ids
 
 
 def test_the_openai_api_keeps_tenants_apart_too(server):
@@ -310,10 +294,7 @@ def test_a_tenant_verifies_its_own_reuse(server):
 
 def test_anthropics_clients_send_their_key_elsewhere(server):
     assert server.post("/v1/messages", CHAT, headers={"x-api-key": "key-alice"}).status_code == 200
-    assert server.post("/v1/messages", CHAT, headers={"x-api-key": "nobodys"}).status_code in (
-        400,
-        403,
-    )
+    assert server.post("/v1/messages", CHAT, headers={"x-api-key": "nobodys"}).status_code == 403
 
 
 def test_health_needs_no_key_and_nobody_sees_the_secret(server):
