@@ -49,7 +49,7 @@ class Guesses:
     Attributes:
         right: guesses that were right, of ``asked``.
         told: every distinct thing that the attacker was told, by what it had asked.
-        seconds: of answers to right and to wrong guesses.
+        seconds: of answers to right and to wrong guesses, pair by pair.
     """
 
     asked: int = 0
@@ -179,7 +179,7 @@ def token_by_token(here: World, attacker: str, secrets: int = 3, tokens: int = 2
     return found
 
 
-def by_time(here: World, attacker: str, pairs: int = 30, tokens: int = 1200) -> Guesses:
+def by_time(here: World, attacker: str, pairs: int = 30, tokens: int = 1000) -> Guesses:
     """Of two long texts, which one has ``alice`` cached? The faster answer says so, if any does."""
     found = Guesses()
     for _ in range(pairs):

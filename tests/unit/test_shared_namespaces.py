@@ -88,8 +88,9 @@ def test_the_best_run_of_all_namespaces_wins_wherever_it_is(data):
             depth=data.draw(st.integers(0, 1)),
             position=data.draw(st.sampled_from([0, 0, 3, 70, 400])),
         )
-    prompt = data.draw(texts) + data.draw(texts)
-    prefix = data.draw(st.integers(0, 6))
+    # What lies far behind the start moves donors further.
+    prefix = data.draw(st.sampled_from([0, 3, 60, 70]))
+    prompt = [9] * max(0, prefix - 3) + data.draw(texts) + data.draw(texts)
     max_depth = data.draw(st.integers(0, 1))
     for shared in ((), (PUBLIC,), (PUBLIC, OTHER)):
         plan = cache.plan(prompt, shared, prefix=prefix, max_depth=max_depth)
@@ -113,6 +114,15 @@ def test_of_equal_runs_the_own_one_serves_and_a_longer_one_elsewhere_is_taken():
     plan = cache.plan([*passage, 50, 1], (PUBLIC,))
     assert spans_of(plan) == [(0, tuple(longer))]
     assert not set(other) & {slot for span in plan.spans for slot in span.slots.tolist()}
+
+
+def test_where_a_donor_stood_counts_in_every_namespace():
+    cache, passage = Cache(), list(range(10, 22))
+    own = cache.insert(OWN, passage)
+    public = cache.insert(PUBLIC, passage, position=70)
+    for prefix, closer in ((0, own), (70, public)):
+        plan = cache.plan([*([9] * prefix), *passage, 1], (PUBLIC,), prefix=prefix)
+        assert spans_of(plan) == [(prefix, tuple(closer))]
 
 
 def test_similar_donors_are_looked_for_there_as_well():

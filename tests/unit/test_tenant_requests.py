@@ -187,7 +187,6 @@ def test_keys_that_part_a_domain_further_are_kept():
         request(path="/health/../generate"),
         OPERATOR,
     ],
-    ids=str,
 )
 def test_strangers_are_refused(who):
     for obj in (Generate(), Generate(rid="HEALTH_CHECK_1"), Embed()):
