@@ -158,6 +158,13 @@ class KVShareConfig:
         False,
         "Whether what no run covers is looked for in similar prompts' windows too.",
     )
+    embedder: str = _option(
+        "",
+        "Sentence model, a folder or a name that sentence-transformers loads, that sketches the "
+        "windows instead of the served model's own input embeddings: a second model in the "
+        "scheduler process, and slow (see docs/configuration.md).",
+        path=True,
+    )
     min_semantic_run_tokens: int = _option(
         4,
         "Shortest run of equal tokens that is reused inside similar windows.",
@@ -165,8 +172,9 @@ class KVShareConfig:
         high=1024,
     )
     min_similarity: float = _option(
-        0.6,
-        "Cosine of two windows' sketches from which on their tokens are compared.",
+        0.0,
+        "Cosine of two windows' sketches from which on their tokens are compared. 0: what suits "
+        "the sketches, 0.6, or 0.7 with an embedder.",
         low=0.0,
         high=1.0,
     )
@@ -199,6 +207,20 @@ class KVShareConfig:
         "How many cached places of one window are looked at, the most recent first.",
         low=1,
         high=64,
+    )
+    reuse_edges_per_node: int = _option(
+        16,
+        "Reuse edges kept behind one node of the radix tree: what served there is asked first "
+        "when a prompt comes there again. 0: none.",
+        low=0,
+        high=1024,
+    )
+    donor_weight: float = _option(
+        1.0,
+        "How much longer nodes stay that served as donors: of u uses they are evicted after all "
+        "nodes of a lower floor(donor_weight * log2(1 + u)). 0: SGLang's order.",
+        low=0.0,
+        high=64.0,
     )
     max_depth: int = _option(
         1,

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from itertools import groupby
 from pathlib import Path
@@ -62,7 +63,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     """
     findings = [_package(), _settings()]
     sglang = _sglang()
-    findings += [sglang, *_extras(), *_entry_points()]
+    findings += [sglang, *_extras(), _faiss(), *_entry_points()]
     if sglang.state == BAD:
         return findings
     # As at a start with --kvshare: by this the plain-CPU platform is chosen, in this process too.
@@ -162,6 +163,16 @@ def _extras() -> Iterator[Finding]:
         )
     if not missing:
         yield Finding("optional packages", GOOD, "none is missing")
+
+
+def _faiss() -> Finding:
+    """Imported as the server does when similar donors are wanted; without it they are given up."""
+    try:
+        found = str(import_module("faiss").__version__)
+    except Exception as error:
+        says = f"cannot be imported, so that similar_donors finds none: {_line(error)}"
+        return Finding("FAISS", HINT, says, "pip install faiss-cpu")
+    return Finding("FAISS", GOOD, f"{found}, for similar_donors")
 
 
 def _entry_points() -> Iterator[Finding]:

@@ -33,6 +33,8 @@ class Span:
             tokens are equal in both.
         depth: approximations that rest on each other in the donor's values; 0 for exact ones.
         similarity: of the windows around a semantic span, a cosine; 1 for an exact run.
+        continues: the span before it came from the same place of the same donor, and only a short
+            edit lies between: what stands before it is nearly what stood before its donor.
     """
 
     start: int
@@ -41,6 +43,7 @@ class Span:
     kind: str = "exact_run"
     depth: int = 0
     similarity: float = 1.0
+    continues: bool = False
 
     @property
     def length(self) -> int:
@@ -61,12 +64,14 @@ class ReusePlan:
         spans: in order of position, without overlap, all within ``[P, n - scored_tokens)``.
         scored_tokens: rows at the end whose logits are asked for, at least the last one. They are
             always computed; more than one only for log-probabilities of prompt tokens.
+        edge_tokens: matched tokens that reuse edges knew, for which nothing was looked up.
     """
 
     prompt_tokens: int
     prefix_tokens: int
     spans: tuple[Span, ...] = ()
     scored_tokens: int = 1
+    edge_tokens: int = 0
 
     def __post_init__(self) -> None:
         edge = self.prefix_tokens

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import Int64Array
 
 VOCABULARY = 50_000
@@ -82,6 +84,12 @@ class Upkeep:
     inserts_s: list[float] = field(default_factory=list)
     splits_s: list[float] = field(default_factory=list)
     removes_s: list[float] = field(default_factory=list)
+    #: Of similar donors, coming and going.
+    sketches_s: list[float] = field(default_factory=list)
+
+    @property
+    def sketches_us_per_token(self) -> float:
+        return sum(self.sketches_s) * 1e6 / max(1, self.tokens)
 
     @property
     def us_per_token(self) -> float:
@@ -107,14 +115,23 @@ class Cache:
 
     Args:
         tokens: that the cache will hold; the pool is 5 % larger.
+        similar: makes the index of similar donors over the run index, which then follows it.
     """
 
-    def __init__(self, tokens: int, *, seed: int = 0, min_run_tokens: int = 16) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        seed: int = 0,
+        min_run_tokens: int = 16,
+        similar: Callable[[RunIndex], SemanticIndex] | None = None,
+    ) -> None:
         self._texts = Texts(seed, tokens)
         self.random = self._texts.random
         self.tokens = tokens
         self.pool = tokens + max(tokens // 20, SEQUENCE_TOKENS[1])
         self.index = RunIndex(self.pool, min_run_tokens)
+        self.similar = None if similar is None else similar(self.index)
         self.upkeep = Upkeep()
         # A pool that has served for long hands slots out in short stretches that are in order.
         stretches = np.array_split(np.arange(self.pool), self.pool // STRETCH_SLOTS)
@@ -126,6 +143,8 @@ class Cache:
         for tenant, system in self._texts.system.items():
             slots = self._take(system.shape[0])
             self.index.insert(self._number(), tenant, system, slots, -1)
+            if self.similar is not None:
+                self.similar.insert(tenant, system, slots)
             self._parents[tenant] = int(slots[-1])
 
     def fill(self) -> None:
@@ -142,20 +161,25 @@ class Cache:
 
     def prompt(self, tokens: int, shared: float) -> tuple[bytes, Int64Array]:
         """A tenant, and a prompt of which the part ``shared`` is cut out of cached sequences."""
+        tenant, parts = self.parts(tokens, shared)
+        return tenant, np.concatenate([part for _, part in parts])[:tokens]
+
+    def parts(self, tokens: int, shared: float) -> tuple[bytes, list[tuple[bool, Int64Array]]]:
+        """A tenant, and the parts of a prompt: whether each is shared, and its tokens."""
         tenant = self._texts.tenant()
         cached = self.cached(tenant)
-        parts: list[Int64Array] = []
+        parts: list[tuple[bool, Int64Array]] = []
         length = 0
         while length < tokens:
             size = self._texts.between(PASSAGE_TOKENS)
             own = round(size * (1 - shared) / shared) if shared and cached else size
-            parts.append(self._texts.fresh(own))
+            parts.append((False, self._texts.fresh(own)))
             if shared and cached:
                 source = cached[self._texts.between((0, len(cached)))]
                 begin = self._texts.between((0, max(1, source.shape[0] - size)))
-                parts.append(source[begin : begin + size])
-            length += sum(part.shape[0] for part in parts[-2:])
-        return tenant, np.concatenate(parts)[:tokens]
+                parts.append((True, source[begin : begin + size]))
+            length += sum(part.shape[0] for _, part in parts[-2:])
+        return tenant, parts
 
     def cached(self, tenant: bytes) -> list[Int64Array]:
         """Tokens of the tenant's sequences, the oldest first."""
@@ -168,6 +192,10 @@ class Cache:
         begin = time.perf_counter()
         self.index.insert(number, tenant, tokens, slots, self._parents[tenant])
         self.upkeep.inserts_s.append(time.perf_counter() - begin)
+        if self.similar is not None:
+            begin = time.perf_counter()
+            self.similar.insert(tenant, tokens, slots)
+            self.upkeep.sketches_s.append(time.perf_counter() - begin)
         self.upkeep.tokens += tokens.shape[0]
         cut = tokens.shape[0] // 3
         nodes = [slots]
@@ -181,6 +209,10 @@ class Cache:
 
     def _evict(self) -> None:
         for slots in reversed(self._sequences.popleft().nodes):
+            if self.similar is not None:
+                begin = time.perf_counter()
+                self.similar.remove(slots)
+                self.upkeep.sketches_s.append(time.perf_counter() - begin)
             begin = time.perf_counter()
             self.index.remove(slots)
             self.upkeep.removes_s.append(time.perf_counter() - begin)

@@ -2,7 +2,8 @@
 
 The passages of a prompt are cached in another order, and a share of the prompt's tokens is
 replaced, inserted or dropped. Runs of 16 tokens and more are reused in any case. What is left of
-the edited passages is computed, or reused too where a similar window has it.
+the edited passages is computed, or reused too where a similar window has it. Seams are recomputed
+at every span, or at those alone that do not continue the one before behind a short edit.
 
     python -m kvshare_eval.simulate.edits --model DIR [--data DIR] [--cases 24] [--edited 0.1]
 """
@@ -10,6 +11,7 @@ the edited passages is computed, or reused too where a similar window has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +36,12 @@ from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex, SimilaritySettings
 from sglang_kvshare.matching.sketch import Sketcher
 from sglang_kvshare.plan import ReusePlan
+from sglang_kvshare.recompute.selectors import SelectionSettings, choose, selector_named
 
 #: The question and what stands around it stay as they are.
 _TAIL_TOKENS = 48
 _SEED = 1
+_SELECTOR = selector_named("contribution")
 
 
 def plan(donor: Sequence[int], ids: Sequence[int], sketcher: Sketcher | None) -> ReusePlan:
@@ -59,6 +63,11 @@ def trial_of(model: PlainModel, prompt: list[int], donor: Donor, found: ReusePla
     return Trial(model, truth_of(model, prompt), [(donor, reused)])
 
 
+def everywhere(found: ReusePlan) -> ReusePlan:
+    """A seam at every span, whether it continues the one before or not."""
+    return replace(found, spans=tuple(replace(span, continues=False) for span in found.spans))
+
+
 def measure(
     model: PlainModel,
     embeddings: np.ndarray,
@@ -67,31 +76,28 @@ def measure(
     share: float,
     ratios: Sequence[float],
 ) -> dict[str, float] | None:
-    """KL of each side; ``None`` where similar donors add nothing."""
+    """KL and computed rows of each side; ``None`` where similar donors add nothing."""
     random = np.random.default_rng(_SEED)
     head = edited(np.array(prompt[:-_TAIL_TOKENS]), share, random)
     changed = [*head.tolist(), *prompt[-_TAIL_TOKENS:]]
-    runs, both = plan(donor, changed, None), plan(donor, changed, Sketcher(embeddings))
-    if not runs.spans or both.matched_tokens == runs.matched_tokens:
+    plans = {"runs": plan(donor, changed, None), "both": plan(donor, changed, Sketcher(embeddings))}
+    matched = {name: found.matched_tokens for name, found in plans.items()}
+    if not matched["runs"] or matched["both"] == matched["runs"]:
         return None
     source = donor_of(model, donor)
-    told: dict[str, float] = {
-        "tokens": len(changed),
-        "runs matched": runs.matched_tokens,
-        "both matched": both.matched_tokens,
-    }
-    alone, more = (trial_of(model, changed, source, found) for found in (runs, both))
-    nothing = np.empty(0, dtype=np.int64)
-    told |= {"runs, 0": alone.divergence(nothing), "both, 0": more.divergence(nothing)}
-    for ratio in ratios:
-        told[f"runs, {ratio}"] = alone.divergence(alone.best(alone.contribution(), ratio))
-        told[f"both, {ratio}"] = more.divergence(more.best(more.contribution(), ratio))
-        # As many tokens spared as with runs alone.
-        spared = round(runs.matched_tokens * (1 - ratio))
-        equal = 1 - spared / both.matched_tokens
-        told[f"both, rows of runs, {ratio}"] = more.divergence(
-            more.best(more.contribution(), equal)
-        )
+    told: dict[str, float] = {"prompt": len(changed)}
+    for name, found in plans.items():
+        told[f"matched, {name}"] = matched[name]
+        trial = trial_of(model, changed, source, found)
+        scores = trial.contribution()
+        told[f"{name}, 0"] = trial.divergence(np.empty(0, dtype=np.int64))
+        for ratio in ratios:
+            settings = SelectionSettings(ratio, seam_tokens=8, tail_tokens=8)
+            for seams, one in (("everywhere", everywhere(found)), ("at jumps", found)):
+                chosen = choose(_SELECTOR, one, scores, settings)
+                side = f"{name}, {ratio}, seams {seams}"
+                told[side] = trial.divergence(trial.positions[chosen])
+                told[f"rows, {side}"] = one.new_tokens + int(chosen.sum())
     return told
 
 
@@ -117,13 +123,18 @@ def main(
         shown=rounded,
     )
     groups = list(range(len(told)))
-    for name in ("tokens", "runs matched", "both matched"):
-        print(f"{name}: {np.mean([found[name] for found in told]):.0f}")
-    for ratio in ratios:
-        base = [found[f"runs, {ratio}"] for found in told]
-        for name in (f"both, rows of runs, {ratio}", f"both, {ratio}", "both, 0", "runs, 0"):
-            of = geometric_mean_ratio([found[name] for found in told], base, groups)
-            print(f"{name} / runs, {ratio}: {of.value:.2f} [{of.low}, {of.high}], n={len(told)}")
+    for name in ("prompt", "matched, runs", "matched, both"):
+        print(f"{name}: {np.mean([found[name] for found in told]):.0f} tokens")
+    first = f"runs, {ratios[0]}, seams everywhere"
+    base = [found[first] for found in told]
+    for name in told[0]:
+        if name in ("prompt", first) or name.startswith(("matched", "rows")):
+            continue
+        of = geometric_mean_ratio([found[name] for found in told], base, groups)
+        rows = np.mean([found.get(f"rows, {name}", np.nan) for found in told])
+        print(f"{name} ({rows:.0f} rows): {of.value:.2f} [{of.low:.2f}, {of.high:.2f}]")
+    rows = np.mean([found[f"rows, {first}"] for found in told])
+    print(f"of {first} ({rows:.0f} rows), n={len(told)}")
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ def _resolve_once(original: Any, record: Any) -> None:
         return original(record)
 
     from sglang_kvshare.engine import tenancy
+    from sglang_kvshare.engine.embedder import check_embedder
     from sglang_kvshare.engine.seams import SeamError
     from sglang_kvshare.engine.support import Unsupported
     from sglang_kvshare.tenants import TenantError
@@ -166,6 +167,7 @@ def _resolve_once(original: Any, record: Any) -> None:
     config = tenancy.with_whole_path(config)
     try:
         tenants = tenancy.read(config)
+        check_embedder(config.embedder if config.similar_donors else "")
         if config.optional:
             # Resolution cannot be taken back, so that a copy shows what would become of it.
             _resolve_accepted(original, copy.deepcopy(record))

@@ -197,6 +197,7 @@ def _plan(
         return _Outcome("gate_closed")
     with step("lock"):
         donors = cache.hold(state, placement)
+    cache.carried_out(req, state, plan)
     state.planned_depth = max(state.depth, plan.depth + 1)
     return _Outcome("ok", placement, donors, plan.matched_tokens, choice.selector.name)
 

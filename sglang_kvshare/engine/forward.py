@@ -255,6 +255,7 @@ def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> 
         assert state is not None
         placed_all = _is_placed(state.placement, chunk.placement)
         state.note_placed(chunk.spared)
+        state.deviations.update(chunk.deviations)
         if state.options.refresh_tokens > 0:
             state.left_over.append(chunk.left_over)
         if placed_all:
@@ -270,6 +271,7 @@ def _finish(batch: Any, chunks: list[Chunk], computed_rows: Sequence[float]) -> 
                 # Once: in a mixed batch the rows of decoding requests end here at every step.
                 state.queue, state.left_over = RefreshQueue.of(state.left_over), []
             settle(state, batch.tree_cache.metrics)
+            batch.tree_cache.measured(state)
 
 
 def _chunks(batch: Any) -> list[Chunk]:

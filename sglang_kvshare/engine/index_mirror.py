@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_kvshare.engine.branches import path_tokens, untagged
 from sglang_kvshare.matching.namespace import Namespace
+from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import Int64Array
+
+if TYPE_CHECKING:
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class IndexMirror:
 
     Args:
         similar: the sketches of what ``index`` holds, or ``None`` where nobody asks for them.
+        edges: what served behind the tree's nodes.
         max_depth: tokens of a greater depth serve nobody and are not indexed.
         on_fault: called with ``index`` or ``similar``, what is given up.
     """
@@ -38,8 +42,11 @@ class IndexMirror:
         max_depth: int,
         on_fault: Callable[[str], None],
         similar: SemanticIndex | None = None,
+        edges: ReuseEdges | None = None,
     ) -> None:
         self.index = index
+        #: Dropped with the index; a fault of theirs is the index's.
+        self.edges = ReuseEdges(index, 0) if edges is None else edges
         self.failed = False
         self._similar = similar
         self._max_depth = max_depth
@@ -53,6 +60,7 @@ class IndexMirror:
         return None if self.failed or self.similar_failed else self._similar
 
     def clear(self) -> None:
+        self.edges.clear()
         self.index.clear()
         self._nodes.clear()
         self.failed = False
@@ -62,12 +70,22 @@ class IndexMirror:
     def forget_donors(self) -> None:
         """Nothing that is cached now serves as a donor; the tree itself stays."""
         self._similar_follows(lambda similar: similar.clear())
-        self._follow(self.index.clear)
+
+        def change() -> None:
+            self.edges.clear()
+            self.index.clear()
+
+        self._follow(change)
 
     def discard(self, slots: Int64Array) -> None:
         """Tokens that are no donors any more, although the tree still owns their slots."""
         self._similar_follows(lambda similar: similar.remove(slots))
-        self._follow(lambda: self.index.discard(slots))
+
+        def change() -> None:
+            self.index.discard(slots)
+            self.edges.recheck()
+
+        self._follow(change)
 
     def give_up_similar(self) -> None:
         """No similar donors until the next flush."""
@@ -105,6 +123,8 @@ class IndexMirror:
             slots = _slots(node)
             self._similar_follows(lambda similar: similar.remove(slots))
             self.index.remove(slots)
+            self.edges.slots_gone(slots)
+            self.edges.node_gone(node.id)
             del self._nodes[node.id]
 
         self._follow(change)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
+from sglang_kvshare.plan import ReusePlan
 from sglang_kvshare.request import REASONS, ReuseReport
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,12 @@ STEPS = (
     "publish",
     "index",
     "similar",
+    "edges",
     "refresh",
 )
+#: What finds cached tokens: runs of equal tokens, similar windows, and reuse edges, which spare the
+#: search for runs.
+FOUND_BY = ("edge", "run", "similar")
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -98,6 +103,13 @@ COPY = Series(
     "Time to copy and rotate the donors of one batch; on a GPU, to enqueue that.",
     buckets=_SECONDS,
 )
+PLANNED = Series(
+    "kvshare:planned_tokens_total",
+    "counter",
+    "Prompt tokens that carried-out plans found in the cache, by what found them.",
+    ("found_by",),
+    tuple((found_by,) for found_by in FOUND_BY),
+)
 COPIED = Series("kvshare:copied_tokens_total", "counter", "Tokens copied from donors.")
 INDEX_TOKENS = Series("kvshare:index_tokens", "gauge", "Cached tokens that can be found.")
 INDEX_NAMESPACES = Series(
@@ -114,7 +126,7 @@ DONOR_LOCKS = Series(
     "kvshare:donor_locks", "gauge", "Donors that are locked until their values are copied."
 )
 SERIES = (
-    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, COPIED),
+    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED),
     *(INDEX_TOKENS, INDEX_NAMESPACES, INDEX_ENTRIES, INDEX_BYTES, INDEX_FAILED, DONOR_LOCKS),
 )
 
@@ -280,6 +292,14 @@ class Metrics:
     def planned(self, ms: float) -> None:
         """One request was matched, selected and locked for, in ``ms``."""
         self._observe(PLAN, ms / 1e3)
+
+    @_safe
+    def planned_tokens(self, plan: ReusePlan) -> None:
+        """A plan is carried out."""
+        similar = sum(span.length for span in plan.spans if span.kind == "semantic")
+        self._count(PLANNED, plan.edge_tokens, "edge")
+        self._count(PLANNED, similar, "similar")
+        self._count(PLANNED, plan.matched_tokens - similar - plan.edge_tokens, "run")
 
     @_safe
     def placed(self, tokens: int, ms: float) -> None:

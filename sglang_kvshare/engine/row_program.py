@@ -45,6 +45,7 @@ class Chunk:
         weights: of ``placement``: how far each value was off at the first check layer.
         scores: of ``placement``: how much each would be worth recomputing.
         over_limit: of ``placement``: tokens of spans that are too far off, once that is known.
+        deviations: measured of each span, by its start.
     """
 
     request: int
@@ -59,6 +60,7 @@ class Chunk:
     scores: np.ndarray | None = None
     weights: np.ndarray | None = None
     over_limit: BoolArray | None = field(default=None, repr=False)
+    deviations: dict[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def signals(self) -> Signals:
@@ -183,6 +185,10 @@ class RowProgram:
         if chunk.over_limit is None:
             chunk.weights = measured.signals.value_l1
             chunk.over_limit = measured.over_limit(plan, choice.max_deviation)
+            chunk.deviations = {
+                span.start: deviation
+                for span, deviation in zip(plan.spans, measured.deviations(plan), strict=True)
+            }
         step = choice.check_layers.index(layer) + 1
         last = step == len(choice.check_layers)
         settings = choice.settings
@@ -277,14 +283,19 @@ class _Measured:
 
     def over_limit(self, plan: ReusePlan, limit: float) -> BoolArray:
         """Tokens of the spans whose values are off by more than ``limit`` of their size."""
-        off, size = self._values()
         marked = np.zeros(len(self.active), dtype=np.bool_)
         begin = 0
-        for span in plan.spans:
-            part = slice(begin, begin + span.length)
-            deviation = off[part].sum() / np.maximum(size[part].sum(), _LEAST_SIZE)
+        for span, deviation in zip(plan.spans, self.deviations(plan), strict=True):
             # Written so that a deviation that is not a number is over the limit.
             if not deviation <= limit:
-                marked[part] = True
+                marked[begin : begin + span.length] = True
             begin += span.length
         return marked
+
+    def deviations(self, plan: ReusePlan) -> list[float]:
+        """Of each span: how far its values are off, as a share of their size."""
+        lengths = np.array([span.length for span in plan.spans])
+        begins = np.cumsum(lengths) - lengths
+        off, size = (np.add.reduceat(values, begins) for values in self._values())
+        told: list[float] = (off / np.maximum(size, _LEAST_SIZE)).tolist()
+        return told

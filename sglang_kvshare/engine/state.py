@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
+from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan, Span
 from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.recompute.refresh_queue import LeftOver, RefreshQueue
 from sglang_kvshare.request import RequestOptions, ReuseReport
@@ -30,6 +30,15 @@ class Pending:
     choice: Choice
     plan: ReusePlan
     without_measuring: BoolArray
+
+
+@dataclass(frozen=True)
+class EdgesUsed:
+    """The plan that a request's reuse edges were kept of, and where they begin."""
+
+    anchor: int
+    namespace: bytes
+    spans: tuple[Span, ...]
 
 
 @dataclass(eq=False)
@@ -62,6 +71,8 @@ class RequestState:
         generation: of the model's weights, when the prefill began.
         depth: approximations that rest on each other from ``exact_until`` on.
         planned_depth: what ``depth`` becomes when ``placement`` is placed.
+        edges: of the plan of this prefill.
+        deviations: measured at the check layer, by the start of the span.
         lost_because: why less was placed than planned, if less was.
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
@@ -89,6 +100,8 @@ class RequestState:
     generation: int = 0
     depth: int = 0
     planned_depth: int = 0
+    edges: EdgesUsed | None = None
+    deviations: dict[int, float] = field(default_factory=dict)
     lost_because: str = "donor_evicted"
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
@@ -124,6 +137,8 @@ class RequestState:
         self.exact_until = exact_tokens if branch_tokens else None
         self.depth = self.planned_depth = depth
         self.lost_because = "donor_evicted"
+        self.edges = None
+        self.deviations = {}
 
     def end(self) -> None:
         """The request gave its KV back."""

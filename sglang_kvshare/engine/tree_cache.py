@@ -9,8 +9,8 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -25,23 +25,27 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_c
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine import branches
 from sglang_kvshare.engine.activation import active_config, off_sentence, switch_off
+from sglang_kvshare.engine.branches import exact_ancestor
 from sglang_kvshare.engine.donor_locks import DonorLocks
 from sglang_kvshare.engine.eligibility import accepts_approximation, scored_tokens
+from sglang_kvshare.engine.eviction import DonorsLast
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
-from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
+from sglang_kvshare.engine.similar_donors import similar_donors, wanted_sketcher
+from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
+from sglang_kvshare.matching.gaps import GapSettings
 from sglang_kvshare.matching.namespace import Namespace
-from sglang_kvshare.matching.planner import plan_reuse
+from sglang_kvshare.matching.planner import Behind, plan_reuse
+from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.semantic_index import (
-    SemanticIndex,
-    SimilaritySettings,
-)
-from sglang_kvshare.matching.sketch import Float32Array, Sketcher
+from sglang_kvshare.matching.sketch import WindowSketcher
 from sglang_kvshare.plan import Placement, ReusePlan
 from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
 from sglang_kvshare.tenants import TenantError
+
+if TYPE_CHECKING:
+    from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +58,10 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
     Raises:
         SeamError: a hook does not stand in this process.
-        Unsupported: the model, its RoPE or its KV pool is not served.
+        Unsupported: the model, its RoPE, its KV pool or the embedder is not served.
         TenantError: the tenants file cannot be used any more.
     """
     from sglang_kvshare.engine import hooks, tenancy, verdict
-    from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
@@ -70,9 +73,10 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         check_seams()
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
+        sketcher = wanted_sketcher(config, ctx.tp_worker)
         tenancy.read(config)
     except (SeamError, Unsupported, TenantError) as error:
-        # The same on every rank: it depends on the model's class and the pool's alone.
+        # The same on every rank: it depends on the model's class, the pool's and what is installed.
         verdict.refuse(str(error))
         if not config.optional:
             raise
@@ -83,27 +87,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     # Every rank must come to the same plans, and no two measure the same times.
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
-    model = ctx.tp_worker.model_runner.model
-    layers = len(decoder_layers(model))
-    embeddings = input_embeddings(model, config.sketch_dims) if config.similar_donors else None
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
-
-
-def similar_donors(
-    runs: RunIndex, config: KVShareConfig, embeddings: Float32Array
-) -> SemanticIndex:
-    """The index of similar donors as the configuration wants it."""
-    sketcher = Sketcher(embeddings, size_tokens=config.sketch_tokens, dims=config.sketch_dims)
-    return SemanticIndex(
-        runs,
-        sketcher,
-        SimilaritySettings(
-            min_similarity=config.min_similarity,
-            min_coverage=config.min_window_coverage,
-            min_run_tokens=config.min_semantic_run_tokens,
-            donors=config.similar_donors_per_window,
-        ),
-    )
+    layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
+    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher)
 
 
 class KVShareRadixCache(RadixCache):
@@ -120,7 +105,7 @@ class KVShareRadixCache(RadixCache):
         gate: BenefitGate | None = None,
         metrics: Metrics | None = None,
         layers: int = 32,
-        embeddings: Float32Array | None = None,
+        sketcher: WindowSketcher | None = None,
     ) -> None:
         self.config = config
         #: Decoder layers of the model.
@@ -130,9 +115,12 @@ class KVShareRadixCache(RadixCache):
         allocator = params.token_to_kv_pool_allocator
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
-        similar = None if embeddings is None else similar_donors(self.index, config, embeddings)
+        similar = None
+        if sketcher is not None:
+            similar = similar_donors(self.index, config, sketcher, self.fault)
+        edges = ReuseEdges(self.index, config.reuse_edges_per_node)
         self.mirror = IndexMirror(
-            self.index, config.max_depth, lambda what: self.fault(what), similar
+            self.index, config.max_depth, lambda what: self.fault(what), similar, edges
         )
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out. Beside tenants see
@@ -144,6 +132,9 @@ class KVShareRadixCache(RadixCache):
         #: The request whose values are being inserted, if it is one of ours.
         self._publishing: RequestState | None = None
         super().__init__(params)
+        self.eviction_strategy = DonorsLast(
+            self.eviction_strategy, config.donor_weight, allocator.size
+        )
         self.kv_events = ExactEvents(self.kv_events)
 
     def fault(self, step: str) -> None:
@@ -206,6 +197,7 @@ class KVShareRadixCache(RadixCache):
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
         branches.set_depth(upper, branches.depth_of(child))
+        self.eviction_strategy.split(upper, child)
         self.mirror.split(upper)
         return upper
 
@@ -269,17 +261,51 @@ class KVShareRadixCache(RadixCache):
             self.index,
             int64(req.full_untruncated_fill_ids),
             int(req.prefix_len),
-            Namespace(req.cache_salt, req.extra_key).encode(),
+            _namespace_of(req),
             self.config.max_donors_per_window,
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
             similar=similar,
+            gaps=GapSettings(
+                self.config.min_semantic_run_tokens,
+                self.config.min_window_coverage,
+                self.config.max_depth,
+            ),
+            behind=Behind(self.mirror.edges, exact_ancestor(req.last_node)[0].id),
             shared=() if state is None else state.shared_namespaces,
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:
         """Keep the donors of ``placement`` in the tree until released; returns their number."""
-        return self.donors.hold(state, placement, self.mirror.owners(placement.slots))
+        owners = self.mirror.owners(placement.slots)
+        for node in owners.values():
+            self.eviction_strategy.used(node)
+        return self.donors.hold(state, placement, owners)
+
+    def carried_out(self, req: Any, state: RequestState, plan: ReusePlan) -> None:
+        """``plan`` serves ``req``: reuse edges say so to prompts that come to the same node."""
+        anchor = exact_ancestor(req.last_node)[0].id
+        state.edges = EdgesUsed(anchor, _namespace_of(req), plan.spans)
+        self._edges_follow(lambda: self.mirror.edges.used(anchor, _namespace_of(req), plan.spans))
+        self.metrics.planned_tokens(plan)
+
+    def measured(self, state: RequestState) -> None:
+        """The deviations of ``state``'s spans are known."""
+        used, found = state.edges, state.deviations
+        if used is not None and found:
+            self._edges_follow(
+                lambda: self.mirror.edges.measured(used.anchor, used.namespace, used.spans, found)
+            )
+
+    def _edges_follow(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except Exception:
+            logger.exception(
+                "KVShare could not keep a reuse edge; the request is served all the same"
+            )
+            self.mirror.edges.clear()
+            self.fault("edges")
 
     def release(self, state: RequestState) -> None:
         """See :meth:`DonorLocks.release`."""
@@ -390,6 +416,7 @@ class KVShareRadixCache(RadixCache):
                 self.fault("alloc")
             more = super().evict(EvictParams(params.num_tokens - result.num_tokens_evicted))
             result = EvictResult(result.num_tokens_evicted + more.num_tokens_evicted)
+        self.eviction_strategy.evicted(result.num_tokens_evicted)
         return result
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -398,3 +425,7 @@ class KVShareRadixCache(RadixCache):
         if state is not None:
             self.release(state)
             state.end()
+
+
+def _namespace_of(req: Any) -> bytes:
+    return Namespace(req.cache_salt, req.extra_key).encode()

@@ -26,7 +26,7 @@ from sglang_kvshare.matching.stretches import firsts
 from sglang_kvshare.matching.surroundings import Stretch, around
 from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
 from sglang_kvshare.matching.window_table import WindowTable
-from sglang_kvshare.plan import Int32Array, Int64Array
+from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array
 
 _LARGEST = 2**31 - 1
 #: Dead entries that the table may always hold, and the share of the living that they may reach.
@@ -367,6 +367,26 @@ class RunIndex:
     def around(self, slot: int, before: int, after: int) -> Stretch:
         """See :func:`sglang_kvshare.matching.surroundings.around`."""
         return around(self._arena, slot, before, after)
+
+    def follows(self, before: int, slot: int, between: int) -> bool:
+        """Whether ``slot`` comes after ``before`` on a path, with ``between`` tokens in between.
+
+        Time grows with ``between``.
+
+        Raises:
+            KeyError: the index does not hold ``slot``.
+        """
+        above = self.around(slot, between + 1, 0).slots
+        return above.shape[0] == between + 2 and int(above[0]) == before
+
+    def same_stretch(self, some: Int64Array, others: Int64Array) -> BoolArray:
+        """bool ``[m]``: which pairs of held slots are known to be on one path without a search.
+
+        Others may be all the same; :meth:`follows` tells.
+        """
+        extents = self._arena.extent_of
+        told: BoolArray = extents[some] == extents[others]
+        return told
 
     # --- details -----------------------------------------------------------------------------
 

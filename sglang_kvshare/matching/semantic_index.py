@@ -19,7 +19,7 @@ import numpy as np
 from sglang_kvshare.matching.alignment import align
 from sglang_kvshare.matching.donor_index import NONE, DonorIndex
 from sglang_kvshare.matching.run_index import RunIndex
-from sglang_kvshare.matching.sketch import Sketcher, TokenRarity, Windows
+from sglang_kvshare.matching.sketch import TokenRarity, Windows, WindowSketcher, windows_of
 from sglang_kvshare.matching.surroundings import Stretch
 from sglang_kvshare.plan import BoolArray, Int64Array, Span
 
@@ -56,7 +56,7 @@ class SemanticIndex:
     def __init__(
         self,
         runs: RunIndex,
-        sketcher: Sketcher,
+        sketcher: WindowSketcher,
         settings: SimilaritySettings = SimilaritySettings(),
     ) -> None:
         self.settings = settings
@@ -128,12 +128,13 @@ class SemanticIndex:
         settings, rarity = self.settings, self._rarity.get(namespace)
         if rarity is None:
             return []
-        windows, sketches = self._sketcher.sketch(tokens, rarity)
-        asked = np.flatnonzero(_share(covered, windows) < _COVERED)
-        near = self._donors.search(namespace, sketches[asked], settings.donors)
+        every = windows_of(tokens.shape[0], self._sketcher.size_tokens)
+        asked = every.only(_share(covered, every) < _COVERED)
+        windows, sketches = self._sketcher.sketch(tokens, rarity, asked)
+        near = self._donors.search(namespace, sketches, settings.donors)
         found: list[Span] = []
-        for row, window in enumerate(asked.tolist()):
-            part = slice(int(windows.start[window]), int(windows.end[window]))
+        for row in range(len(windows)):
+            part = slice(int(windows.start[row]), int(windows.end[row]))
             seen: set[int] = set()
             for slot, likeness in zip(
                 near.windows[row].tolist(), near.similarity[row].tolist(), strict=True

@@ -17,11 +17,12 @@ group sketch alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.plan import BoolArray, Int64Array
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -47,6 +48,10 @@ class Windows:
 
     def __len__(self) -> int:
         return int(self.start.shape[0])
+
+    def only(self, wanted: BoolArray) -> Windows:
+        """Those for which ``wanted``, bool ``[w]``, is true."""
+        return Windows(self.start[wanted], self.end[wanted])
 
 
 def windows_of(tokens: int, size: int) -> Windows:
@@ -117,8 +122,41 @@ class TokenRarity:
         return weights
 
 
+class WindowSketcher(Protocol):
+    """What turns tokens into sketches: :class:`Sketcher`, or another that keeps to the same.
+
+    Attributes:
+        size_tokens: length of a window, at least 2.
+        dims: of a sketch.
+        min_similarity: cosine from which on two windows are rather alike than not, where nobody
+            says otherwise (eval/README.md).
+    """
+
+    size_tokens: int
+    dims: int
+    min_similarity: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what sketches are made from."""
+
+    def sketch(
+        self, tokens: Int64Array, rarity: TokenRarity, wanted: Windows | None = None
+    ) -> tuple[Windows, Float32Array]:
+        """Windows of ``tokens`` and their sketches, fp32 ``[w, dims]`` of unit length.
+
+        A window that says nothing is left out. Changes nothing, and answers alike on every rank
+        that is asked the same.
+
+        Args:
+            tokens: int ``[n]``.
+            rarity: how rare tokens are where the sketches are used.
+            wanted: the windows to sketch; all of :func:`windows_of` if it is not given.
+        """
+
+
 class Sketcher:
-    """Turns tokens into sketches.
+    """Turns tokens into sketches by the model's input embeddings.
 
     Args:
         embeddings: fp32 ``[vocabulary, dim]``, the model's input embeddings. They are projected to
@@ -126,6 +164,8 @@ class Sketcher:
             :func:`projection` before stays as it is.
         size_tokens: length of a window, at least 2.
     """
+
+    min_similarity = 0.6
 
     def __init__(self, embeddings: Float32Array, *, size_tokens: int = 64, dims: int = 128) -> None:
         if size_tokens < 2:
@@ -138,25 +178,31 @@ class Sketcher:
     def nbytes(self) -> int:
         return int(self._table.nbytes)
 
-    def sketch(self, tokens: Int64Array, rarity: TokenRarity) -> tuple[Windows, Float32Array]:
-        """The windows of ``tokens`` and their sketches, fp32 ``[w, dims]`` of unit length.
+    def sketch(
+        self, tokens: Int64Array, rarity: TokenRarity, wanted: Windows | None = None
+    ) -> tuple[Windows, Float32Array]:
+        """See :meth:`WindowSketcher.sketch`; tokens are weighted by ``rarity``.
 
-        Tokens are weighted by ``rarity``. A window that says nothing (its embeddings cancel out) is
-        left out. Changes nothing.
+        A window says nothing if its embeddings cancel out.
         """
-        windows = windows_of(tokens.shape[0], self.size_tokens)
+        windows = windows_of(tokens.shape[0], self.size_tokens) if wanted is None else wanted
         if not len(windows):
             return windows, np.zeros((0, self.dims), dtype=np.float32)
-        weighted = self._table[tokens] * rarity.weights(tokens)[:, None]
         # Each row is read at most twice: windows that meet at a block's edge share its sum.
         cuts = np.unique(np.concatenate([windows.start, windows.end]))
+        tokens = tokens[: cuts[-1]]
+        weighted = self._table[tokens] * rarity.weights(tokens)[:, None]
         blocks = np.add.reduceat(weighted, cuts[:-1], axis=0)
         first, last = np.searchsorted(cuts, windows.start), np.searchsorted(cuts, windows.end)
         sums = np.stack([blocks[a:b].sum(0) for a, b in zip(first, last, strict=True)])
-        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
-        telling = lengths[:, 0] > _LEAST_LENGTH
-        kept = Windows(windows.start[telling], windows.end[telling])
-        return kept, sums[telling] / lengths[telling]
+        return of_unit_length(windows, sums)
+
+
+def of_unit_length(windows: Windows, vectors: Float32Array) -> tuple[Windows, Float32Array]:
+    """``vectors``, fp32 ``[w, dims]``, each divided by its length; windows of none are left out."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    telling = lengths[:, 0] > _LEAST_LENGTH
+    return windows.only(telling), vectors[telling] / lengths[telling]
 
 
 def projection(dim: int, dims: int) -> Float32Array:

@@ -29,6 +29,11 @@ class Stretch:
     position: int
     depth: int
 
+    def part(self, begin: int, end: int | None) -> Stretch:
+        """Of its tokens ``[begin, end)``, as a slice says; ``begin`` is 0 or above."""
+        cut = slice(begin, end)
+        return Stretch(self.tokens[cut], self.slots[cut], self.position + begin, self.depth)
+
 
 def around(arena: Arena, slot: int, before: int, after: int) -> Stretch:
     """The token in ``slot`` with up to ``before`` tokens before it and ``after`` behind it.

@@ -279,11 +279,13 @@ def spared_positions(
     """The documented selection, token by token: which matched positions are not recomputed.
 
     Ratio 0 recomputes none and ratio 1 all; in between the first ``max(seam, ceil(ratio * m))``
-    of each span of ``m`` tokens and the prompt's last ``tail_tokens``.
+    of each span of ``m`` tokens and the prompt's last ``tail_tokens``. Spans that continue the one
+    before have no seam.
     """
     spared = {}
-    for match in matches:
-        width = max(seam_tokens, math.ceil(ratio * match.length))
+    for number, match in enumerate(matches):
+        seam = 0 if continues(matches, number) else seam_tokens
+        width = max(seam, math.ceil(ratio * match.length))
         for offset in range(match.length):
             position = match.start + offset
             in_seam = offset < width
@@ -292,3 +294,14 @@ def spared_positions(
                 continue
             spared[position] = (match.donor, match.source + offset)
     return spared
+
+
+def continues(matches: Sequence[Match], number: int) -> bool:
+    """Only edits of at most eight tokens lie between a match and the one before it, in the prompt
+    and in their common donor."""
+    if number == 0:
+        return False
+    before, match = matches[number - 1], matches[number]
+    edited = match.start - before.start - before.length
+    dropped = match.source - before.source - before.length
+    return before.donor == match.donor and 0 <= edited <= 8 and 0 <= dropped <= 8

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from reference import Match, Reference
+from reference import Match, Reference, continues
 
 #: The default: the last rows before the output that are looked at.
 MOST_LOOKERS = 32
@@ -37,7 +37,12 @@ class Case:
     def forced(self) -> set[int]:
         if self.ratio == 0:
             return set()
-        seams = {m.start + i for m in self.matches for i in range(min(self.seam_tokens, m.length))}
+        seams = {
+            match.start + offset
+            for number, match in enumerate(self.matches)
+            for offset in range(min(self.seam_tokens, match.length))
+            if not continues(self.matches, number)
+        }
         tail = range(len(self.prompt) - self.tail_tokens, len(self.prompt))
         return seams | (set(tail) & set(self.placed))
 

@@ -51,6 +51,7 @@ FLAGS = (
     ("--model-impl transformers", "--model-impl"),
     ("--use-ray", "--use-ray"),
     ("--radix-cache-backend flexkv", "--radix-cache-backend"),
+    ("--kvshare-similar-donors --kvshare-embedder ./none", "sglang-kvshare[embedder]"),
 )
 MODELS = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", "MLA"),

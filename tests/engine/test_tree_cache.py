@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from array import array
 from types import SimpleNamespace
 
@@ -84,6 +87,7 @@ def similar_machine():
 
 #: Runs of two and three tokens between edits, which the run index (from 4 on) cannot see.
 EDITED = [1, 2, 5, 2, 1, 1, 6, 0]
+EDITED_ANEW = [1, 2, 6, 2, 1, 1, 5, 0]
 
 
 @pytest.mark.usefixtures("sglang_cpu")
@@ -119,6 +123,115 @@ def test_a_fault_among_similar_donors_costs_these_alone(step, monkeypatch):
     assert not machine.cache.index_failed
     machine.flush()
     assert machine.cache.mirror.similar is not None, "until a flush"
+
+
+@pytest.mark.usefixtures("sglang_cpu")
+@pytest.mark.parametrize("call", ["add", "search", "remove", "clear"])
+def test_a_failing_faiss_costs_similar_donors_until_a_flush(call, monkeypatch):
+    import faiss
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from sglang_kvshare.matching.donor_index import DonorIndex
+
+    where = {
+        "add": (faiss.IndexIDMap2, "add_with_ids"),
+        "search": (faiss.IndexIDMap2, "search"),
+        "remove": (faiss.IndexIDMap2, "remove_ids"),
+        # FAISS is not asked: its indices are let go.
+        "clear": (DonorIndex, "clear"),
+    }
+    machine = similar_machine()
+    served(machine, DONOR)
+    # A second sequence, so that one can leave the index.
+    served(machine, [3, *PASSAGE[::-1], 6])
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where[call], fail)
+        if call == "clear":
+            machine.flush()
+            served(machine, DONOR)
+        report = served(machine, [7, *EDITED, 9, *PASSAGE, 8])
+        if call == "remove":
+            machine.cache.evict(EvictParams(num_tokens=1))
+    assert report.reused_tokens >= 8, "runs serve on"
+    assert (machine.faults, machine.cache.index_failed) == (["similar"], False)
+    report = served(machine, [4, *EDITED_ANEW, 9])
+    assert (report.reused_tokens, report.reason) == (0, "no_match"), "a miss, with its reason"
+    machine.slots_are_conserved()
+    machine.locks_are_what_is_held()
+    machine.flush()
+    served(machine, DONOR)
+    assert served(machine, [7, *EDITED, 9]).reused_tokens == 5, "after a flush they serve again"
+    assert machine.faults == ["similar"]
+
+
+def counted(machine):
+    """Faults by step, as the metrics have them."""
+    from sglang_kvshare.engine.metrics import FAULTS
+
+    totals = machine.cache.metrics.totals
+    return {values[0]: n for (series, values), n in totals.items() if series is FAULTS and n}
+
+
+@pytest.fixture
+def without_faiss(monkeypatch):
+    """No FAISS is installed, and nothing that needs it was imported before."""
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    for name in ("donor_index", "semantic_index"):
+        monkeypatch.delitem(sys.modules, f"sglang_kvshare.matching.{name}", raising=False)
+
+
+@pytest.mark.usefixtures("sglang_cpu", "without_faiss")
+def test_without_faiss_similar_donors_are_given_up_and_runs_serve_on(caplog):
+    machine = similar_machine()
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "similar_donors" in warning.message
+    assert "pip install faiss-cpu" in warning.message
+    assert "\n" not in warning.message
+    assert warning.exc_info is None
+    assert counted(machine) == {"similar": 1}
+    served(machine, DONOR)
+    report = served(machine, [7, *EDITED, 9])
+    assert (report.reused_tokens, report.reason) == (0, "no_match")
+    assert served(machine, [8, *PASSAGE, 4]).reused_tokens == 8, "runs serve on"
+    machine.flush()
+    served(machine, DONOR)
+    assert served(machine, PROMPT).reused_tokens == 16
+    assert machine.cache.mirror.similar is None
+    assert (machine.faults, machine.cache.index_failed) == ([], False)
+    assert counted(machine) == {"similar": 1}
+
+
+@pytest.mark.usefixtures("sglang_cpu", "without_faiss")
+def test_without_similar_donors_nobody_misses_faiss(caplog):
+    machine = fresh()
+    served(machine, DONOR)
+    assert served(machine, PROMPT).reused_tokens == 16
+    assert counted(machine) == {}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_faiss_is_imported_for_similar_donors_alone():
+    """In a process of its own: first all that a server imports, then an index of similar donors."""
+    code = """
+import sys
+import sglang_kvshare.engine.tree_cache as tree_cache
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.sketch import Sketcher
+import numpy as np
+print("faiss" in sys.modules)
+tree_cache.similar_donors(RunIndex(8, 4), KVShareConfig(), Sketcher(np.eye(8)), print)
+print("faiss" in sys.modules)
+"""
+    env = os.environ | {"SGLANG_PLATFORM": "kvshare_cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr[-2000:]
 
 
 @pytest.mark.usefixtures("sglang_cpu")

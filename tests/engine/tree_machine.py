@@ -118,6 +118,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
 
         from sglang_kvshare.config import KVShareConfig
         from sglang_kvshare.engine.tree_cache import KVShareRadixCache
+        from sglang_kvshare.matching.sketch import Sketcher
 
         common = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
         if self.page_size == 1:
@@ -141,8 +142,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
             sketch_tokens=8,
             min_semantic_run_tokens=2,
         )
-        embeddings = EMBEDDINGS if self.similar_donors else None
-        self.cache = KVShareRadixCache(params, config, layers=LAYERS, embeddings=embeddings)
+        sketcher = Sketcher(EMBEDDINGS, size_tokens=8) if self.similar_donors else None
+        self.cache = KVShareRadixCache(params, config, layers=LAYERS, sketcher=sketcher)
         self.faults: list[str] = []
         self.cache.fault = self.faults.append
         #: Tokens that came from approximate branches: the run did what it is for.
@@ -444,8 +445,11 @@ class TreeCacheMachine(RuleBasedStateMachine):
         domain = data.draw(st.sampled_from(DOMAINS))
         req = FakeReq("look", array("q", tokens), *domain, kv=None)
         req.refresh()
+        req.last_node = self.cache.root_node
         locks = {n.id: n.lock_ref for n in self.nodes()}
+        edges = list(self.cache.mirror.edges)
         plans = [self.cache.plan(req) for _ in range(3)]
+        assert list(self.cache.mirror.edges) == edges
         for plan in plans:
             assert plan.positions().tolist() == plans[0].positions().tolist()
             assert plan.slots().tolist() == plans[0].slots().tolist()
@@ -516,6 +520,25 @@ class TreeCacheMachine(RuleBasedStateMachine):
             assert (index.nodes_of(ends) >= 0).all()
             assert similar.windows == len(ends)
             assert bool(total) == bool(len(ends))
+
+    @invariant()
+    def no_edge_dangles(self):
+        """Both ends of every reuse edge are there, and in one namespace."""
+        from sglang_kvshare.engine.branches import untagged
+        from sglang_kvshare.matching.namespace import Namespace
+
+        index, edges = self.cache.index, self.cache.mirror.edges
+        anchors = {node.id for node in self.nodes()} | {self.cache.root_node.id}
+        nodes = {node.id: node for node in self.nodes()}
+        assert len(list(edges)) == len(edges)
+        for edge in edges:
+            assert edge.anchor in anchors
+            donor = index.around(edge.last_slot, edge.length - 1, 0)
+            assert (donor.position, len(donor.slots)) == (edge.source, edge.length)
+            for number in set(index.nodes_of(donor.slots).tolist()):
+                key = nodes[number].key
+                named = Namespace(key.cache_salt, untagged(key.extra_key)).encode()
+                assert named == edge.namespace
 
     def placed_nodes(self):
         """Every node with the position of its first token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
@@ -106,11 +107,27 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch):
     every = dict.fromkeys(wanted, "1")
     installed(monkeypatch, **every)
     assert [item.state for item in doctor._extras()] == [GOOD]
-    for extra, name in (("model", "safetensors"), ("eval", "matplotlib"), ("hub", "datasets")):
+    for extra, name in (
+        ("model", "safetensors"),
+        ("eval", "matplotlib"),
+        ("hub", "datasets"),
+        ("embedder", "sentence-transformers"),
+    ):
         installed(monkeypatch, **{each: v for each, v in every.items() if each != name})
         [found] = doctor._extras()
         assert (found.what, found.state) == (f"optional packages ({extra})", HINT)
         assert found.says == f"missing: {name}"
+
+
+def test_faiss_is_wanted_for_similar_donors_only(monkeypatch):
+    found = doctor._faiss()
+    assert (found.state, found.what) == (GOOD, "FAISS")
+    assert re.match(r"\d+\.\d+", found.says)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    found = doctor._faiss()
+    assert (found.state, found.remedy) == (HINT, "pip install faiss-cpu")
+    assert "similar_donors finds none" in found.says
+    assert found in doctor.examine([])
 
 
 def test_entry_points(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvshare_eval.loaders import DataSource
-from kvshare_eval.matching.sketches import Found, edited, measured, search
+from kvshare_eval.matching.sketches import Donors, Found, edited, measured
 from sglang_kvshare.matching.sketch import Sketcher
 
 pytestmark = pytest.mark.unit
@@ -26,10 +26,11 @@ def texts(count, seed, length=40):
 
 def test_what_was_indexed_is_found_and_strangers_are_not_right():
     donors = texts(20, 0)
-    same = search(sketcher(), donors, donors)
+    indexed = Donors(sketcher(), donors)
+    same = indexed.ask(donors)
     assert same.recall(1) == 1
     assert same.similarity == pytest.approx(1, abs=1e-4)
-    strangers = search(sketcher(), donors, [(label + 100, text) for label, text in texts(20, 1)])
+    strangers = indexed.ask([(label + 100, text) for label, text in texts(20, 1)])
     assert strangers.recall(5) == 0
     assert strangers.precision(0.0) == 0
     assert strangers.passing(0.95) == 0
@@ -38,9 +39,12 @@ def test_what_was_indexed_is_found_and_strangers_are_not_right():
 
 def test_none_finds_itself():
     ones = [(label // 2, text[:16]) for label, text in texts(10, 0)]
-    alone = search(sketcher(), ones, ones, skip_self=True)
+    alone = Donors(sketcher(), ones).ask_each_other()
     assert alone.similarity.max() < 0.99
-    twice = search(sketcher(), [*ones, *ones], [*ones, *ones], skip_self=True)
+    # Of several windows, none finds the others of its text.
+    long = [(label, text) for label, text in texts(10, 0)]
+    assert Donors(sketcher(), long).ask_each_other().recall(5) == 0
+    twice = Donors(sketcher(), [*ones, *ones]).ask_each_other()
     assert twice.recall(1) == 1
 
 
@@ -79,6 +83,11 @@ def test_the_sets_of_the_repository_are_measured():
     def hash_of(word):
         return sum(ord(c) * 31**i for i, c in enumerate(word)) % VOCABULARY
 
-    told = dict(measured(DataSource(), ids, sketcher, 60))
+    found, upkeep = measured(DataSource(), ids, sketcher(), 60)
+    told = dict(found)
     assert told["passages, 0% edited"].recall(1) > 0.95
     assert {"passages, 30% edited", "intents"} <= set(told)
+    strangers = told["passages, strangers"]
+    assert len(strangers.right) > 0
+    assert strangers.recall(5) == 0
+    assert upkeep > 0

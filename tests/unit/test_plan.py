@@ -20,8 +20,9 @@ from sglang_kvshare.recompute.selectors import (
 pytestmark = pytest.mark.unit
 
 
-def span(start, length, source=0, slot=100):
-    return Span(start, source, np.arange(slot, slot + length, dtype=np.int64))
+def span(start, length, source=0, slot=100, continues=False):
+    slots = np.arange(slot, slot + length, dtype=np.int64)
+    return Span(start, source, slots, continues=continues)
 
 
 @st.composite
@@ -31,7 +32,8 @@ def plans(draw):
     for _ in range(draw(st.integers(0, 5))):
         start = edge + draw(st.integers(0, 9))
         length = draw(st.integers(1, 30))
-        spans.append(span(start, length, source=draw(st.integers(0, 50)), slot=1000 * len(spans)))
+        source, continues = draw(st.integers(0, 50)), bool(spans) and draw(st.booleans())
+        spans.append(span(start, length, source, slot=1000 * len(spans), continues=continues))
         edge = start + length
     return ReusePlan(edge + draw(st.integers(1, 9)), prefix, tuple(spans))
 
@@ -51,7 +53,8 @@ def slow_seams(plan, settings):
     """The definition, token by token."""
     marked = []
     for part in plan.spans:
-        width = max(settings.seam_tokens, int(np.ceil(settings.recompute_ratio * part.length)))
+        seam_tokens = 0 if part.continues else settings.seam_tokens
+        width = max(seam_tokens, int(np.ceil(settings.recompute_ratio * part.length)))
         for position in range(part.start, part.end):
             seam = position < part.start + width
             tail = position >= plan.prompt_tokens - settings.tail_tokens

@@ -56,7 +56,7 @@ def slow_forced(plan, settings):
         position
         for part in plan.spans
         for position in range(part.start, part.end)
-        if position < part.start + settings.seam_tokens
+        if (position < part.start + settings.seam_tokens and not part.continues)
         or position > plan.scored_from - settings.tail_tokens
     }
 

@@ -3,6 +3,9 @@
     matched tokens of a span   |## seam ##|.....#...#.......#..|## tail ##|
                                 forced      best scores          forced
 
+A span that continues the one before it behind a short edit has no seam: its first tokens saw nearly
+the same context in the donor (docs/decisions/0013).
+
 Ratio 0 recomputes none of the reused tokens, not even the seams; ratio 1 all of them.
 """
 
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvshare.plan import BoolArray, ReusePlan
+from sglang_kvshare.plan import BoolArray, ReusePlan, Span
 from sglang_kvshare.recompute.selectors.registry import FloatArray, Selector
 
 
@@ -23,7 +26,8 @@ class SelectionSettings:
 
     Attributes:
         recompute_ratio: share of the matched tokens, in [0, 1]; seams and tail count.
-        seam_tokens: first tokens of every span that are recomputed in any case.
+        seam_tokens: first tokens of a span that are recomputed in any case, unless it continues the
+            one before.
         tail_tokens: last tokens of the prompt, up to the first whose logits are asked for, that
             are recomputed in any case.
         recompute_error: below 1 it takes the place of the ratio: as few tokens are recomputed as
@@ -55,11 +59,16 @@ def forced_tokens(plan: ReusePlan, settings: SelectionSettings) -> BoolArray:
     begin = 0
     for span in plan.spans:
         end = begin + span.length
-        marked[begin : min(begin + settings.seam_tokens, end)] = True
+        marked[begin : begin + seam_of(span, settings)] = True
         in_tail = max(0, span.end - max(tail_start, span.start))
         marked[end - in_tail : end] = True
         begin = end
     return marked
+
+
+def seam_of(span: Span, settings: SelectionSettings) -> int:
+    """Tokens of a span's seam."""
+    return 0 if span.continues else min(settings.seam_tokens, span.length)
 
 
 def choose(
@@ -89,7 +98,7 @@ def choose(
     for span in plan.spans:
         part = slice(begin, begin + span.length)
         # A span's tail does not use up its share.
-        seam = np.arange(span.length) < settings.seam_tokens
+        seam = np.arange(span.length) < seam_of(span, settings)
         parts.append(_best(scores[part], seam, _share(ratio, span.length)))
         begin += span.length
     marked: BoolArray = forced | np.concatenate(parts)
