@@ -29,8 +29,10 @@ def operating():
 
 @pytest.mark.parametrize("spec", option_fields(), ids=lambda spec: spec.name)
 def test_each_setting_has_its_row(configuration, spec):
-    default = "empty" if spec.default == "" else f"`{spec.default}`"
-    row = f"| `{spec.name}` | `{cli_flag(spec.name)}` | `KVSHARE_{spec.name.upper()}` | {default} |"
+    row = (
+        f"| `{spec.name}` | `{cli_flag(spec.name)}` | `KVSHARE_{spec.name.upper()}` "
+        f"| `{spec.default}` |"
+    )
     assert row in configuration
 
 
