@@ -197,7 +197,7 @@ class KVShareConfig:
         high=4096,
     )
     similar_donors_per_window: int = _option(
-        4,
+        2,
         "Similar windows that a prompt's window is compared with, the most similar first.",
         low=1,
         high=64,

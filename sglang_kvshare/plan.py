@@ -47,11 +47,28 @@ class Span:
 
     @property
     def length(self) -> int:
-        return int(self.slots.shape[0])
+        return len(self.slots)
 
     @property
     def end(self) -> int:
-        return self.start + self.length
+        return self.start + len(self.slots)
+
+    def part(self, begin: int, end: int, start: int) -> Span:
+        """Its tokens ``[begin, end)``; the first is at position ``start`` of the prompt."""
+        return Span(
+            start,
+            self.source + begin,
+            self.slots[begin:end],
+            self.kind,
+            self.depth,
+            self.similarity,
+        )
+
+    def continuing(self) -> Span:
+        """The same, marked as continuing the span before it."""
+        return Span(
+            self.start, self.source, self.slots, self.kind, self.depth, self.similarity, True
+        )
 
 
 @dataclass(frozen=True)

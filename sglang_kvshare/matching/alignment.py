@@ -12,14 +12,14 @@ context cost quality (docs/decisions/0012).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rapidfuzz.distance import Levenshtein
 
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.plan import IntArray
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Prompt tokens ``[start, start + length)`` equal the donor's from ``source`` on."""
 
     start: int
@@ -36,36 +36,25 @@ class Alignment:
     """One of the alignments of fewest edits.
 
     Attributes:
-        blocks: maximal, in order, none of them empty.
+        blocks: maximal, in order, none of them empty or shorter than was asked for.
         edits: tokens inserted, deleted or replaced (Levenshtein's distance).
     """
 
     blocks: tuple[Block, ...]
     edits: int
 
-    @property
-    def matched_tokens(self) -> int:
-        return sum(block.length for block in self.blocks)
 
-    def long_enough(self, shortest: int) -> tuple[Block, ...]:
-        """The blocks of at least ``shortest`` tokens."""
-        return tuple(block for block in self.blocks if block.length >= shortest)
-
-
-def align(prompt: Int64Array, donor: Int64Array) -> Alignment:
+def align(prompt: IntArray, donor: IntArray, shortest: int = 1) -> Alignment:
     """Align two stretches of tokens.
 
     Time grows with the product of their lengths over 64 (bit-parallel), so both are to be short: a
     window and what stands around it.
 
     Args:
-        prompt, donor: int64 ``[n]`` and ``[m]``.
+        prompt, donor: int ``[n]`` and ``[m]``.
+        shortest: blocks of fewer tokens are left out.
     """
-    steps = Levenshtein.opcodes(prompt.tolist(), donor.tolist())
-    blocks, edits = [], 0
-    for step in steps:
-        if step.tag == "equal":
-            blocks.append(Block(step.src_start, step.dest_start, step.src_end - step.src_start))
-        else:
-            edits += max(step.src_end - step.src_start, step.dest_end - step.dest_start)
-    return Alignment(tuple(blocks), edits)
+    steps = Levenshtein.editops(prompt.tolist(), donor.tolist())
+    # The last of them is empty and stands at the end.
+    blocks = tuple(Block(*block) for block in steps.as_matching_blocks() if block.size >= shortest)
+    return Alignment(blocks, len(steps))

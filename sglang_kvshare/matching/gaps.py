@@ -12,8 +12,10 @@ most of the way to the run that it belongs to: fragments of another context cost
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from sglang_kvshare.matching.alignment import Block, align
 from sglang_kvshare.matching.run_index import RunIndex
@@ -41,7 +43,12 @@ class GapSettings:
 
 
 def fill_gaps(
-    index: RunIndex, tokens: Int64Array, first: int, spans: list[Span], settings: GapSettings
+    index: RunIndex,
+    tokens: Int64Array,
+    first: int,
+    spans: Sequence[Span],
+    settings: GapSettings,
+    beside: Container[int] | None = None,
 ) -> list[Span]:
     """What the donors of ``spans`` hold of the tokens that these leave free. Changes nothing.
 
@@ -49,6 +56,8 @@ def fill_gaps(
         tokens: int64 ``[n]``, the whole prompt up to where it may be matched.
         first: position from which on it may be.
         spans: runs of it, in order and without overlap.
+        beside: gaps are looked at where a span on either side begins at one of these positions;
+            ``None``: all are.
 
     Returns:
         Semantic spans, in order, that overlap neither each other nor ``spans``. Their similarity
@@ -62,6 +71,9 @@ def fill_gaps(
         low = first if before is None else before.end
         high = tokens.shape[0] if behind is None else behind.start
         if high - low < least:
+            continue
+        sides = [span.start for span in (before, behind) if span is not None]
+        if beside is not None and not any(start in beside for start in sides):
             continue
         if before is not None and behind is not None:
             between = _between(index, before, behind)
@@ -95,7 +107,7 @@ def _filled(
     """Runs stand on both sides, so that a gap up to twice a step needs no more than they give."""
     if donor.depth > settings.max_depth or donor.slots.shape[0] < settings.min_run_tokens:
         return []
-    blocks = align(tokens[low:high], donor.tokens).long_enough(settings.min_run_tokens)
+    blocks = align(tokens[low:high], donor.tokens, settings.min_run_tokens).blocks
     matched = sum(block.length for block in blocks)
     around = 2 * min(_STEP_TOKENS // 2, high - low)
     share = (matched + around) / (high - low + around)
@@ -131,7 +143,7 @@ def _backwards(
         begin = max(low, high - _STEP_TOKENS)
         part = tokens[begin:high]
         donor = index.around(slot, _STEP_TOKENS + _STEP_TOKENS // 2, 0).part(0, -1)
-        mirrored = replace(donor, tokens=donor.tokens[::-1], slots=donor.slots[::-1])
+        mirrored = donor._replace(tokens=donor.tokens[::-1])
         found = _chained(part[::-1], mirrored, settings)
         if not found:
             break
@@ -155,7 +167,7 @@ def _chained(part: Int64Array, donor: Stretch, settings: GapSettings) -> list[tu
         return []
     told: list[tuple[Block, float]] = []
     matched = 0
-    for block in align(part, donor.tokens).long_enough(settings.min_run_tokens):
+    for block in align(part, donor.tokens, settings.min_run_tokens).blocks:
         matched += block.length
         share = matched / max(block.end, block.source + block.length)
         if share < settings.min_coverage:
@@ -168,7 +180,7 @@ def _span(block: Block, begin: int, donor: Stretch, similarity: float) -> Span:
     return Span(
         start=begin + block.start,
         source=donor.position + block.source,
-        slots=donor.slots[block.source : block.source + block.length],
+        slots=donor.slots[block.source : block.source + block.length].astype(np.int64),
         kind="semantic",
         depth=donor.depth,
         similarity=similarity,

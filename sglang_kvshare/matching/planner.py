@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -99,16 +99,20 @@ def plan_reuse(
                 covered[start:end] = True
             if not free:
                 break
-    if gaps is not None and spans:
-        spans.sort(key=_start)
-        matchable = tokens[: prefix_tokens + body.shape[0]]
+    matchable = tokens[: prefix_tokens + body.shape[0]]
+    spans.sort(key=_start)
+    if gaps is not None:
         short = fill_gaps(index, matchable, prefix_tokens, spans, gaps)
-        spans += short
         for span in short:
             covered[span.start - prefix_tokens : span.end - prefix_tokens] = True
+        spans = sorted([*spans, *short], key=_start)
     if similar is not None and not covered.all():
-        spans += _similar_spans(similar, body, prefix_tokens, namespaces, covered, max_depth)
-    spans.sort(key=_start)
+        alike = _similar_spans(similar, body, prefix_tokens, namespaces, covered, max_depth)
+        spans = sorted([*spans, *alike], key=_start)
+        if gaps is not None and alike:
+            beside = {span.start for span in alike}
+            short = fill_gaps(index, matchable, prefix_tokens, spans, gaps, beside)
+            spans = sorted([*spans, *short], key=_start)
     told = _with_continuations(index, spans)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens, edge_tokens)
 
@@ -147,15 +151,7 @@ def _similar_spans(
     found = (similar.find(body, each, covered, max_depth=max_depth) for each in namespaces)
     for run in heapq.merge(*found, key=lambda run: (-run.length, -run.similarity)):
         for start, end in free.take(run.start, run.end):
-            offset = start - run.start
-            spans.append(
-                replace(
-                    run,
-                    start=start + prefix_tokens,
-                    source=run.source + offset,
-                    slots=run.slots[offset : end - run.start],
-                )
-            )
+            spans.append(run.part(start - run.start, end - run.start, start + prefix_tokens))
     return spans
 
 
@@ -179,7 +175,7 @@ def _with_continuations(index: RunIndex, spans: list[Span]) -> tuple[Span, ...]:
             and span.start - before.end <= MOST_EDITED_TOKENS
             and (same or index.follows(int(before.slots[-1]), int(span.slots[0]), dropped))
         ):
-            span = replace(span, continues=True)
+            span = span.continuing()
         told.append(span)
     return tuple(told)
 

@@ -155,7 +155,7 @@ class ReuseEdges:
         return Span(
             start=start - first + begin,
             source=donor.position + begin,
-            slots=donor.slots[begin:stop],
+            slots=donor.slots[begin:stop].astype(np.int64),
             depth=donor.depth,
         )
 

@@ -24,7 +24,10 @@ from sglang_kvshare.matching.surroundings import Stretch
 from sglang_kvshare.plan import BoolArray, Int64Array, Span
 
 #: A window of which so much is covered already is not asked for.
-_COVERED = 0.75
+_COVERED = 0.5
+
+#: A window of which so much is covered once a donor was aligned with it is shown no other.
+_ANSWERED = 0.75
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class SimilaritySettings:
     min_similarity: float = 0.6
     min_coverage: float = 0.5
     min_run_tokens: int = 4
-    donors: int = 4
+    donors: int = 2
 
 
 class SemanticIndex:
@@ -129,10 +132,14 @@ class SemanticIndex:
         if rarity is None:
             return []
         every = windows_of(tokens.shape[0], self._sketcher.size_tokens)
-        asked = every.only(_share(covered, every) < _COVERED)
+        # Every other one, and the last: cached windows overlap, so that these meet most of theirs.
+        apart = np.arange(len(every)) % 2 == 0
+        apart[-1:] = True
+        asked = every.only(apart & (_share(covered, every) < _COVERED))
         windows, sketches = self._sketcher.sketch(tokens, rarity, asked)
         near = self._donors.search(namespace, sketches, settings.donors)
         found: list[Span] = []
+        taken = covered.copy()
         for row in range(len(windows)):
             part = slice(int(windows.start[row]), int(windows.end[row]))
             seen: set[int] = set()
@@ -146,8 +153,14 @@ class SemanticIndex:
                     continue
                 donor = self._surroundings(slot)
                 seen.update(donor.slots.tolist())
-                if donor.depth <= max_depth:
-                    found += _shared(tokens[part], part.start, donor, likeness, settings)
+                if donor.depth > max_depth:
+                    continue
+                spans = _shared(tokens[part], part.start, donor, likeness, settings)
+                for span in spans:
+                    taken[span.start : span.end] = True
+                found += spans
+                if spans and taken[part].mean() >= _ANSWERED:
+                    break
         return _joined(found)
 
     def _surroundings(self, slot: int) -> Stretch:
@@ -170,15 +183,14 @@ def _shared(
     similarity: float,
     settings: SimilaritySettings,
 ) -> list[Span]:
-    alignment = align(window, donor.tokens)
-    blocks = alignment.long_enough(settings.min_run_tokens)
+    blocks = align(window, donor.tokens, settings.min_run_tokens).blocks
     if sum(block.length for block in blocks) < settings.min_coverage * window.shape[0]:
         return []
     return [
         Span(
             start=start + block.start,
             source=donor.position + block.source,
-            slots=donor.slots[block.source : block.source + block.length],
+            slots=donor.slots[block.source : block.source + block.length].astype(np.int64),
             kind="semantic",
             depth=donor.depth,
             similarity=similarity,

@@ -6,33 +6,33 @@ path     ... parent extent ---|--- extent of the token ---|  (children begin her
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_kvshare.matching.arena import Arena
-from sglang_kvshare.plan import Int64Array
+from sglang_kvshare.plan import Int32Array
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Cached tokens that follow each other.
 
     Attributes:
-        tokens, slots: int64 ``[m]``.
+        tokens, slots: int32 ``[m]``; they may be views of the index, good until it changes.
         position: of the first in its own sequence.
         depth: the largest provenance depth among them.
     """
 
-    tokens: Int64Array = field(compare=False, repr=False)
-    slots: Int64Array = field(compare=False, repr=False)
+    tokens: Int32Array
+    slots: Int32Array
     position: int
     depth: int
 
     def part(self, begin: int, end: int | None) -> Stretch:
         """Of its tokens ``[begin, end)``, as a slice says; ``begin`` is 0 or above."""
-        cut = slice(begin, end)
-        return Stretch(self.tokens[cut], self.slots[cut], self.position + begin, self.depth)
+        return Stretch(
+            self.tokens[begin:end], self.slots[begin:end], self.position + begin, self.depth
+        )
 
 
 def around(arena: Arena, slot: int, before: int, after: int) -> Stretch:
@@ -50,18 +50,19 @@ def around(arena: Arena, slot: int, before: int, after: int) -> Stretch:
     ext = arena.extents
     start, length = int(ext.start[extent]), int(ext.length[extent])
     offset = int((arena.slot[start : start + length] == slot).argmax())
-    pieces = [
-        (extent, max(start, start + offset - before), min(length, offset + 1 + after) + start)
-    ]
-    missing = before - offset
+    low, high = start + max(0, offset - before), start + min(length, offset + 1 + after)
     parent = int(ext.parent[extent])
-    if missing > 0 and parent >= 0:
-        pieces += arena.upwards(parent, missing)
+    if before <= offset or parent < 0:
+        position = int(ext.position[extent]) + low - start
+        return Stretch(
+            arena.token[low:high], arena.slot[low:high], position, int(ext.depth[extent])
+        )
+    pieces = [(extent, low, high), *arena.upwards(parent, before - offset)]
     pieces.reverse()
     first, low, _ = pieces[0]
     return Stretch(
-        tokens=np.concatenate([arena.token[a:b] for _, a, b in pieces]).astype(np.int64),
-        slots=np.concatenate([arena.slot[a:b] for _, a, b in pieces]).astype(np.int64),
+        tokens=np.concatenate([arena.token[a:b] for _, a, b in pieces]),
+        slots=np.concatenate([arena.slot[a:b] for _, a, b in pieces]),
         position=int(ext.position[first]) + low - int(ext.start[first]),
         depth=max(int(ext.depth[piece]) for piece, _, _ in pieces),
     )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from sglang_kvshare.matching.gaps import GapSettings
 from sglang_kvshare.matching.planner import plan_reuse
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex, SimilaritySettings
@@ -99,14 +100,16 @@ def test_an_edited_passage_is_found_nearly_whole(offset):
     cache, passages = Cache(), [text(seed) for seed in range(8)]
     for passage in passages:
         cache.insert(passage)
-    told = total = 0
+    told = total = carried_on = 0
     for seed, passage in enumerate(passages):
         changed, kept = edited(passage, 0.1, seed)
         prompt = np.concatenate([text(100 + seed, offset), changed])
         found = cache.find(prompt)
         told += int((shared(found, len(prompt))[offset:] & kept).sum())
         total += int(kept.sum())
-    assert told > 0.85 * total
+        carried_on += plan(cache, [*prompt, 0], gaps=GapSettings()).matched_tokens
+    assert told > 0.7 * total
+    assert carried_on > 0.85 * total
     strangers = cache.find(text(999, 400))
     assert not strangers, "a text that shares nothing is like none"
 
@@ -116,7 +119,7 @@ def test_few_equal_tokens_in_a_window_do_not_count():
     passage, prompt = text(0, 64), text(1, 64)
     prompt[20:25] = passage[20:25]
     for coverage, counts in ((0.5, False), (0.1, True)):
-        cache = Cache(SimilaritySettings(min_similarity=-1.0, min_coverage=coverage))
+        cache = Cache(SimilaritySettings(min_similarity=-1.0, min_coverage=coverage, donors=4))
         cache.insert(passage)
         assert shared(cache.find(prompt), 64)[20:25].all() == counts
 
@@ -170,11 +173,12 @@ def test_what_is_covered_is_not_asked_for():
     assert not cache.find(passage, covered=np.ones(200, dtype=np.bool_))
 
 
-def test_neighbouring_windows_give_one_run():
+def test_neighbouring_windows_give_runs_that_meet():
     cache, passage = Cache(), text(0)
     slots = cache.insert(passage)
-    (run,) = cache.find(passage)
-    assert (run.start, run.source, run.slots.tolist()) == (0, 0, slots)
+    runs = sorted(cache.find(passage), key=lambda run: run.start)
+    assert all(run.start == run.source for run in runs)
+    assert [slot for run in runs for slot in run.slots.tolist()] == slots
 
 
 def test_what_follows_a_node_is_a_window_of_its_own_node():
@@ -183,9 +187,10 @@ def test_what_follows_a_node_is_a_window_of_its_own_node():
     slots = cache.insert(passage[:90])
     slots += cache.insert(passage[90:], parent=slots[-1])
     found = cache.find(passage)
-    assert shared(found, 200).all()
+    # But for the rest of a window that its first donor covers most of.
+    assert shared(found, 200).sum() >= 192
     placed = {run.start + i: slot for run in found for i, slot in enumerate(run.slots.tolist())}
-    assert [placed[i] for i in range(200)] == slots
+    assert all(slot == slots[i] for i, slot in placed.items())
 
 
 class Machine(RuleBasedStateMachine):
@@ -267,7 +272,7 @@ def test_equal_histories_give_equal_answers(seed):
     assert told[0] == told[1]
 
 
-def plan(cache, prompt, prefix=0, similar=True):
+def plan(cache, prompt, prefix=0, similar=True, gaps=None):
     return plan_reuse(
         cache.runs,
         np.array(prompt, dtype=np.int64),
@@ -275,6 +280,7 @@ def plan(cache, prompt, prefix=0, similar=True):
         b"a",
         100,
         similar=cache.similar if similar else None,
+        gaps=gaps,
     )
 
 
