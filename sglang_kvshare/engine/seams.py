@@ -48,6 +48,15 @@ WEIGHT_UPDATES = tuple(
         "end_weight_update",
     )
 )
+#: Entrances that begin a stream on their own.
+STREAMS = tuple(
+    _SRT + "entrypoints." + name
+    for name in (
+        "anthropic.serving.AnthropicServing.handle_messages",
+        "ollama.serving.OllamaServing.handle_chat",
+        "ollama.serving.OllamaServing.handle_generate",
+    )
+)
 SEAMS = (
     # Command line and start-up
     Seam(_SRT + "server_args.ServerArgs.add_cli_args", "parser", "flags"),
@@ -74,6 +83,20 @@ SEAMS = (
         _SRT + "entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
         "self, request, raw_request",
         "HTTP 400 for streams",
+    ),
+    Seam(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self, obj, request",
+        "tenants",
+    ),
+    Seam(_SRT + "managers.tokenizer_manager.TokenizerManager.server_status", None, "tenants"),
+    *(Seam(target, "self, request, raw_request", "HTTP 403 for streams") for target in STREAMS),
+    Seam(_SRT + "entrypoints.http_server.get_global_state", "", "tenants"),
+    Seam(
+        _SRT + "managers.io_struct.GenerateReqInput",
+        None,
+        "tenants",
+        fields="sampling_params cache_salt extra_key session_params",
     ),
     Seam(
         _SRT + "entrypoints.openai.utils.cached_tokens_details_from_dict",

@@ -9,7 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -41,7 +41,8 @@ from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.sketch import WindowSketcher
 from sglang_kvshare.plan import Placement, ReusePlan
-from sglang_kvshare.scheduling.benefit import BenefitGate
+from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
+from sglang_kvshare.tenants import TenantError
 
 if TYPE_CHECKING:
     from sglang_kvshare.matching.semantic_index import SemanticIndex
@@ -58,8 +59,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     Raises:
         SeamError: a hook does not stand in this process.
         Unsupported: the model, its RoPE, its KV pool or the embedder is not served.
+        TenantError: the tenants file cannot be used any more.
     """
-    from sglang_kvshare.engine import hooks, verdict
+    from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
@@ -72,7 +74,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
         sketcher = wanted_sketcher(config, ctx.tp_worker)
-    except (SeamError, Unsupported) as error:
+        tenancy.read(config)
+    except (SeamError, Unsupported, TenantError) as error:
         # The same on every rank: it depends on the model's class, the pool's and what is installed.
         verdict.refuse(str(error))
         if not config.optional:
@@ -120,8 +123,10 @@ class KVShareRadixCache(RadixCache):
             self.index, config.max_depth, lambda what: self.fault(what), similar, edges
         )
         self.donors = DonorLocks(self.lock, self.unlock)
-        #: ``None``: every plan of ``min_saved_tokens`` is carried out.
+        #: ``None``: every plan of ``min_saved_tokens`` is carried out. Beside tenants see
+        #: :meth:`gate_of`.
         self.gate = gate
+        self._gates = BenefitGates() if gate is not None and config.tenants else None
         #: Counts the model's weights; see :meth:`forget_donors`.
         self.generation = 0
         #: The request whose values are being inserted, if it is one of ours.
@@ -146,6 +151,13 @@ class KVShareRadixCache(RadixCache):
             donor_locks=self.held_donor_locks,
             failed=self.index_failed,
         )
+
+    def gate_of(self, reqs: Iterable[Any]) -> BenefitGate | None:
+        """The gate that decides for ``reqs`` and learns from a forward of them, if there is one."""
+        if self._gates is None:
+            return self.gate
+        states = (state_of(req) for req in reqs)
+        return self._gates.of({state.domain for state in states if state is not None})
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
 
@@ -244,6 +256,7 @@ class KVShareRadixCache(RadixCache):
         return self._plan(req, None)
 
     def _plan(self, req: Any, similar: SemanticIndex | None) -> ReusePlan:
+        state = state_of(req)
         return plan_reuse(
             self.index,
             int64(req.full_untruncated_fill_ids),
@@ -259,6 +272,7 @@ class KVShareRadixCache(RadixCache):
                 self.config.max_depth,
             ),
             behind=Behind(self.mirror.edges, exact_ancestor(req.last_node)[0].id),
+            shared=() if state is None else state.shared_namespaces,
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:

@@ -8,7 +8,9 @@ then, of similar donors                                                       ~~
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ import numpy as np
 
 from sglang_kvshare.matching.gaps import GapSettings, fill_gaps
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
-from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.run_index import Run, RunIndex
 from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
 
 if TYPE_CHECKING:
@@ -54,19 +56,23 @@ def plan_reuse(
     similar: SemanticIndex | None = None,
     behind: Behind | None = None,
     gaps: GapSettings | None = None,
+    shared: tuple[bytes, ...] = (),
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
     Args:
         tokens: int64 ``[n]``, the whole prompt.
         prefix_tokens: ``P``, the exact prefix that the radix tree serves.
-        namespace: trust domain of the request.
+        namespace: trust domain of the request, whose prefix it takes.
         limit, max_depth: see :meth:`RunIndex.find_runs`.
         scored_tokens: see :class:`ReusePlan`; never matched.
         similar: asked for what runs leave free.
         behind: asked before the index is.
         gaps: how runs are carried on over edits; ``None``: not at all.
+        shared: other namespaces to find donors in. Of equally good ones those of ``namespace``
+            serve, then those of the first of these.
     """
+    namespaces = (namespace, *shared)
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     covered = np.zeros(body.shape[0], dtype=np.bool_)
     spans: list[Span] = []
@@ -79,9 +85,7 @@ def plan_reuse(
     for low, high in free.parts():
         stretch = body[low:high]
         position = prefix_tokens + low
-        for run in index.find_runs(
-            stretch, namespace, limit, max_depth=max_depth, position=position, covering=True
-        ):
+        for run in _best_first(index, stretch, position, namespaces, limit, max_depth):
             for start, end in free.take(low + run.start, low + run.end):
                 offset = start - low - run.start
                 spans.append(
@@ -103,7 +107,7 @@ def plan_reuse(
             covered[span.start - prefix_tokens : span.end - prefix_tokens] = True
         spans = sorted([*spans, *short], key=_start)
     if similar is not None and not covered.all():
-        alike = _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
+        alike = _similar_spans(similar, body, prefix_tokens, namespaces, covered, max_depth)
         spans = sorted([*spans, *alike], key=_start)
         if gaps is not None and alike:
             beside = {span.start for span in alike}
@@ -113,17 +117,39 @@ def plan_reuse(
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, told, scored_tokens, edge_tokens)
 
 
+def _best_first(
+    index: RunIndex,
+    tokens: Int64Array,
+    position: int,
+    namespaces: tuple[bytes, ...],
+    limit: int,
+    max_depth: int,
+) -> Iterator[Run]:
+    """The runs of all namespaces in the order of :meth:`RunIndex.find_runs`."""
+    return heapq.merge(
+        *(
+            index.find_runs(
+                tokens, namespace, limit, max_depth=max_depth, position=position, covering=True
+            )
+            for namespace in namespaces
+        ),
+        # Stable: of equal ones the earlier namespace's comes first.
+        key=lambda run: run.rank(position),
+    )
+
+
 def _similar_spans(
     similar: SemanticIndex,
     body: Int64Array,
     prefix_tokens: int,
-    namespace: bytes,
+    namespaces: tuple[bytes, ...],
     covered: BoolArray,
     max_depth: int,
 ) -> list[Span]:
     free = _Free(covered, similar.settings.min_run_tokens)
     spans: list[Span] = []
-    for run in similar.find(body, namespace, covered, max_depth=max_depth):
+    found = (similar.find(body, each, covered, max_depth=max_depth) for each in namespaces)
+    for run in heapq.merge(*found, key=lambda run: (-run.length, -run.similarity)):
         for start, end in free.take(run.start, run.end):
             spans.append(run.part(start - run.start, end - run.start, start + prefix_tokens))
     return spans

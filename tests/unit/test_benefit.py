@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvshare.scheduling.benefit import RETRY_EVERY, BenefitGate
+from sglang_kvshare.scheduling.benefit import RETRY_EVERY, BenefitGate, BenefitGates
 from sglang_kvshare.scheduling.forward_cost import ForwardCost, Load, Recent, total
 
 pytestmark = pytest.mark.unit
@@ -236,3 +236,17 @@ def test_its_memory_is_bounded():
     for value in range(1000):
         recent.add(value)
     assert len(recent) == 16
+
+
+def test_gates_of_several_learn_nothing_of_each_other():
+    gates = BenefitGates()
+    ours, theirs = gates.of({"ours"}), gates.of({"theirs"})
+    assert gates.of({"ours"}) is ours is not theirs
+    for rows in (50, 1000):
+        for _ in range(10):
+            ours.observe_full(Load.of(rows, rows), full_ms(Load.of(rows, rows)))
+            ours.observe_copy(100, 1.0)
+    assert (ours.known, theirs.known) == (True, False)
+    # A batch of both: its time would tell the one of the other.
+    assert gates.of({"ours", "theirs"}) is None
+    assert gates.of(set()) is None
