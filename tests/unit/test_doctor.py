@@ -127,6 +127,7 @@ def test_faiss_is_wanted_for_similar_donors_only(monkeypatch):
     found = doctor._faiss()
     assert (found.state, found.remedy) == (HINT, "pip install faiss-cpu")
     assert "similar_donors finds none" in found.says
+    installed(monkeypatch)
     assert found in doctor.examine([])
 
 
