@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from sglang_kvshare.engine.branches import path_tokens, untagged
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.run_index import RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex
+from sglang_kvshare.matching.tenant_ledger import TenantLedger
 from sglang_kvshare.plan import Int64Array
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class IndexMirror:
         similar: the sketches of what ``index`` holds, or ``None`` where nobody asks for them.
         max_depth: tokens of a greater depth serve nobody and are not indexed.
         on_fault: called with ``index`` or ``similar``, what is given up.
+        quotas: tenant -> tokens that may serve as donors; the oldest of more leave the indices.
     """
 
     def __init__(
@@ -38,8 +40,11 @@ class IndexMirror:
         max_depth: int,
         on_fault: Callable[[str], None],
         similar: SemanticIndex | None = None,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         self.index = index
+        #: ``None`` where no tenant has a quota.
+        self.ledger = TenantLedger(index.slots, quotas) if quotas else None
         self.failed = False
         self._similar = similar
         self._max_depth = max_depth
@@ -52,8 +57,14 @@ class IndexMirror:
         """Where similar donors are found; ``None`` when they are not wanted or given up."""
         return None if self.failed or self.similar_failed else self._similar
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of the tree, as far as it was followed."""
+        return len(self._nodes)
+
     def clear(self) -> None:
         self.index.clear()
+        self._clear_ledger()
         self._nodes.clear()
         self.failed = False
         self.similar_failed = False
@@ -63,11 +74,30 @@ class IndexMirror:
         """Nothing that is cached now serves as a donor; the tree itself stays."""
         self._similar_follows(lambda similar: similar.clear())
         self._follow(self.index.clear)
+        self._clear_ledger()
+
+    def _clear_ledger(self) -> None:
+        if self.ledger is not None:
+            self.ledger.clear()
 
     def discard(self, slots: Int64Array) -> None:
         """Tokens that are no donors any more, although the tree still owns their slots."""
+        self._follow(lambda: self._discard(slots))
+
+    def retire(self, nodes: Iterable[TreeNode]) -> None:
+        """No token of ``nodes`` is a donor any more; they are still in the tree."""
+
+        def change() -> None:
+            for node in nodes:
+                self._discard(_slots(node))
+
+        self._follow(change)
+
+    def _discard(self, slots: Int64Array) -> None:
         self._similar_follows(lambda similar: similar.remove(slots))
-        self._follow(lambda: self.index.discard(slots))
+        self.index.discard(slots)
+        if self.ledger is not None:
+            self.ledger.removed(slots)
 
     def give_up_similar(self) -> None:
         """No similar donors until the next flush."""
@@ -79,15 +109,18 @@ class IndexMirror:
         numbers = np.unique(self.index.nodes_of(slots)).tolist()
         return {number: self._nodes[number] for number in numbers}
 
-    def inserted(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+    def inserted(
+        self, leaf: TreeNode, depth: int | None, placed: Int64Array, tenant: str | None = None
+    ) -> None:
         """``leaf`` is new in the tree.
 
         Args:
             depth: of its provenance; ``None`` for values that must never serve as donors.
             placed: positions (of the whole sequence, ascending) that hold moved values. They are
                 no donors: a key is never rotated twice, and their own donors serve better.
+            tenant: whose tokens they are.
         """
-        self._follow(lambda: self._insert(leaf, depth, placed))
+        self._follow(lambda: self._insert(leaf, depth, placed, tenant))
 
     def split(self, upper: TreeNode) -> None:
         """``upper`` took over the first part of its only child."""
@@ -102,14 +135,14 @@ class IndexMirror:
         """``node`` has left the tree."""
 
         def change() -> None:
-            slots = _slots(node)
-            self._similar_follows(lambda similar: similar.remove(slots))
-            self.index.remove(slots)
+            self._discard(_slots(node))
             del self._nodes[node.id]
 
         self._follow(change)
 
-    def _insert(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+    def _insert(
+        self, leaf: TreeNode, depth: int | None, placed: Int64Array, tenant: str | None
+    ) -> None:
         self._nodes[leaf.id] = leaf
         if depth is None or depth > self._max_depth:
             return
@@ -127,6 +160,8 @@ class IndexMirror:
                 leaf.id, namespace, tokens[part], slots[part], parent, position=start, depth=depth
             )
             self._similar_follows(_insertion(namespace, tokens[part], slots[part]))
+            if tenant is not None and self.ledger is not None:
+                self._discard(self.ledger.inserted(tenant, slots[part]))
 
     def _similar_follows(self, change: Callable[[SemanticIndex], None]) -> None:
         if self._similar is None or self.similar_failed:

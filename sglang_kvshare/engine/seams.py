@@ -110,6 +110,7 @@ SEAMS = (
         "run index",
     ),
     Seam(_RADIX + "RadixCache._delete_leaf", "self, node", "run index"),
+    Seam(_RADIX + "RadixCache.dec_lock_ref", "self, node, params", "forget, time to live"),
     Seam(_RADIX + "RadixCache.evict", "self, params", "donor locks"),
     Seam(
         _RADIX + "RadixCache.checkpoint",

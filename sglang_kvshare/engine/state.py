@@ -38,6 +38,8 @@ class RequestState:
 
     Attributes:
         options: the request's settings.
+        tenant: whose request it is; ``None`` without tenants, and for an unknown one.
+        epoch: how often the tenant had been forgotten when the prefill began.
         placement: donor values that are still to be placed; ``None`` when there are none left.
         donor_locks: tree locks that keep the donors of ``placement`` in the tree.
         pending: how the tokens of ``placement`` that are recomputed will be chosen, where that is
@@ -65,6 +67,8 @@ class RequestState:
     """
 
     options: RequestOptions
+    tenant: str | None = None
+    epoch: int = 0
     placement: Placement | None = None
     pending: Pending | None = None
     recomputed_tokens: int = 0

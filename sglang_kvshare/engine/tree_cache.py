@@ -9,6 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -29,6 +30,7 @@ from sglang_kvshare.engine.eligibility import accepts_approximation, scored_toke
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
+from sglang_kvshare.engine.retention import Limits, Retention
 from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
@@ -57,6 +59,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from sglang_kvshare.engine import hooks, verdict
     from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
+    from sglang_kvshare.engine.overwriting import Overwriter
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
 
@@ -82,7 +85,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     model = ctx.tp_worker.model_runner.model
     layers = len(decoder_layers(model))
     embeddings = input_embeddings(model, config.sketch_dims) if config.similar_donors else None
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
+    cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
+    cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
+    return cache
 
 
 def similar_donors(
@@ -117,8 +122,12 @@ class KVShareRadixCache(RadixCache):
         metrics: Metrics | None = None,
         layers: int = 32,
         embeddings: Float32Array | None = None,
+        limits: Mapping[str, Limits] | None = None,
     ) -> None:
         self.config = config
+        #: Of every tenant that the operator named.
+        self.limits = dict(limits or {})
+        self.retention = Retention(self, self.limits)
         #: Decoder layers of the model.
         self.layers = layers
         self.metrics = Metrics() if metrics is None else metrics
@@ -127,8 +136,13 @@ class KVShareRadixCache(RadixCache):
         # The pool has one page of padding before the first slot that is handed out.
         self.index = RunIndex(allocator.size + params.page_size, config.min_run_tokens)
         similar = None if embeddings is None else similar_donors(self.index, config, embeddings)
+        quotas = {
+            name: one.max_indexed_tokens
+            for name, one in self.limits.items()
+            if one.max_indexed_tokens is not None
+        }
         self.mirror = IndexMirror(
-            self.index, config.max_depth, lambda what: self.fault(what), similar
+            self.index, config.max_depth, lambda what: self.fault(what), similar, quotas
         )
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out.
@@ -161,6 +175,7 @@ class KVShareRadixCache(RadixCache):
         super().reset()
         self.mirror.clear()
         self.donors.drop()
+        self.retention.clear()
 
     def forget_donors(self) -> None:
         """The model's weights are other ones now: no donor and no branch serves any more.
@@ -178,27 +193,37 @@ class KVShareRadixCache(RadixCache):
             if state is not None and branches.is_approximate(leaf):
                 depth = max(state.depth, branches.depth_of(leaf.parent))
                 branches.set_depth(leaf, depth)
+            self.retention.inserted(leaf, state)
             self._new_leaf(leaf, state)
         return matched_tokens, leaf
 
     def _new_leaf(self, leaf: TreeNode, state: RequestState | None) -> None:
+        tenant = None if state is None else state.tenant
         if state is not None and state.generation != self.generation:
             # Computed by weights that are gone, in part at least.
             self.mirror.inserted(leaf, None, NOTHING_PLACED)
         elif state is None or not branches.is_approximate(leaf):
-            self.mirror.inserted(leaf, 0, NOTHING_PLACED)
+            self.mirror.inserted(leaf, 0, NOTHING_PLACED, tenant)
         else:
-            self.mirror.inserted(leaf, branches.depth_of(leaf), state.placed_positions())
+            depth = branches.depth_of(leaf)
+            self.mirror.inserted(leaf, depth, state.placed_positions(), tenant)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
         branches.set_depth(upper, branches.depth_of(child))
+        self.retention.nodes.split(upper, child)
         self.mirror.split(upper)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        self.retention.nodes.deleted(node)
         self.mirror.deleted(node)
+
+    def dec_lock_ref(self, node: TreeNode, params: Any = None) -> Any:
+        result = super().dec_lock_ref(node, params)
+        self.retention.unlocked(node)
+        return result
 
     # --- what a request may take -------------------------------------------------------------
 
@@ -289,6 +314,8 @@ class KVShareRadixCache(RadixCache):
                            |<-- exact --->|<--------------- branch ------------>|
         """
         state = state_of(req)
+        if not self.retention.may_publish(req, state):
+            return
         if state is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
@@ -381,5 +408,6 @@ class KVShareRadixCache(RadixCache):
         super().on_release(req, checkpointed=checkpointed)
         state = state_of(req)
         if state is not None:
+            self.retention.released(req, state)
             self.release(state)
             state.end()
