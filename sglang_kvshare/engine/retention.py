@@ -3,6 +3,8 @@
 Both end in the same way: the tokens leave the index, the similar donors and the tree, and what a
 running request holds leaves when it lets go (:mod:`~sglang_kvshare.engine.condemned`). A request of
 a forgotten tenant that was running publishes nothing of what it computed before.
+
+Seam: ``Scheduler.get_next_batch_to_run``.
 """
 
 from __future__ import annotations
@@ -82,6 +84,14 @@ def limits_of(tenants: Mapping[str, Tenant], ranks: int) -> dict[str, Limits]:
     }
 
 
+def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook of ``Scheduler.get_next_batch_to_run``: the only place where time passes."""
+    retention = getattr(self.tree_cache, "retention", None)
+    if isinstance(retention, Retention):
+        retention.expire()
+    return original(self, *args, **kwargs)
+
+
 class Retention:
     """Owner of what is known about tenants' nodes.
 
@@ -147,7 +157,9 @@ class Retention:
     def expire(self) -> None:
         """Condemn what is past its time. Called before anything is matched: no plan and no prefix
         of this step holds it."""
-        self._condemn(self.nodes.due(self.clock()))
+        due = self.nodes.due(self.clock())
+        if due:
+            self._condemn(due)
 
     def forget(self, tenant: str) -> Forgotten:
         """Condemn all text of ``tenant``; running requests of it publish nothing any more."""

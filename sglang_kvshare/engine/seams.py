@@ -169,6 +169,21 @@ SEAMS = (
         None,
         "prompts that stay in one chunk",
     ),
+    # The operator's questions
+    Seam(
+        _SRT + "managers.scheduler.Scheduler.get_internal_state",
+        "self, recv_req",
+        "operator's questions",
+    ),
+    Seam(_SRT + "managers.io_struct.GetInternalStateReq", None, "operator's questions"),
+    Seam(_SRT + "managers.io_struct.GetInternalStateReqOutput", None, "operator's questions"),
+    Seam(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "self",
+        "operator's questions",
+    ),
+    Seam(_SRT + "utils.auth.auth_level", "level", "who may ask them"),
+    Seam(_SRT + "utils.auth.AuthLevel.ADMIN_OPTIONAL", None, "who may ask them"),
     # Metrics
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_next_batch_to_run",

@@ -1,7 +1,7 @@
 """Whose text a node of the radix tree holds, and since when.
 
     checkpoint of alice at 10:00    [a b c d e f g]        one insertion, one node
-    split later                     [a b c] -- [d e f g]   still one insertion; its last node: d e f g
+    split later                     [a b c] -- [d e f g]   one insertion, last node d e f g
                                           \\- [x y]        bob's, 10:05
 
 An insertion is a stretch of one path. Splits cut it, and eviction takes it from its end.

@@ -9,7 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -144,6 +144,8 @@ class KVShareRadixCache(RadixCache):
         self.mirror = IndexMirror(
             self.index, config.max_depth, lambda what: self.fault(what), similar, quotas
         )
+        #: What the tree's picture draws between nodes, as plain data (see ``treeview.model.Edge``).
+        self.reuse_edges: Callable[[], Iterable[dict[str, Any]]] | None = None
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out.
         self.gate = gate

@@ -137,7 +137,7 @@ class RunIndex:
         return np.where(extents == NONE, NONE, self._arena.extents.node[extents])
 
     def tokens_by_node(self) -> dict[int, int]:
-        """Number of each node that owns indexed tokens -> how many; a walk over all of the index."""
+        """Number of each node that owns indexed tokens -> how many; walks over the whole index."""
         ext = self._arena.extents
         used = np.flatnonzero(ext.length[: ext.rows])
         nodes, where = np.unique(ext.node[used], return_inverse=True)
