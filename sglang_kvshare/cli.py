@@ -163,6 +163,72 @@ def verify(
         raise typer.Exit(1)
 
 
+_AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["SGLANG_ADMIN_API_KEY", "SGLANG_API_KEY"],
+        help="The server's --admin-api-key, or its --api-key where it has no other.",
+        show_envvar=True,
+    ),
+]
+
+
+@app.command()
+def tree(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, as http://host:port.")],
+    form: Annotated[str, typer.Option("--format", help="text, json, svg or html.")] = "text",
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this file.", show_default=False)
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Only this one, by the tenant's name or by its digest."),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=20_000, help="Most nodes, those used last.")
+    ] = 2000,
+    api_key: _AdminKey = None,
+) -> None:
+    """Show what a running server has cached, and what reuses what.
+
+    Lengths and counts only: no text, no token and no salt is shown.
+    """
+    from sglang_kvshare.operator_client import OperatorError, get_tree
+
+    try:
+        content = get_tree(url, api_key, form, namespace, nodes)
+        if out is None:
+            typer.echo(content, nl=False)
+        else:
+            out.write_text(content, encoding="utf-8")
+    except (OperatorError, OSError) as error:
+        typer.echo(f"kvshare: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def forget(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, as http://host:port.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Its name in the tenants file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    api_key: _AdminKey = None,
+) -> None:
+    """Remove all that a running server has cached for one tenant, and count what is left.
+
+    Exit code 1 while something is left: running requests still hold it, and it goes when they end.
+    """
+    from sglang_kvshare.operator_client import OperatorError, describe, post_forget
+
+    try:
+        told = post_forget(url, api_key, tenant)
+    except OperatorError as error:
+        typer.echo(f"kvshare: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(told, indent=2) if as_json else describe(told))
+    if told["left_tokens"]:
+        raise typer.Exit(1)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def doctor(
     context: typer.Context,

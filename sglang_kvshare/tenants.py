@@ -33,6 +33,10 @@ _KEY = re.compile(r"sha256:[0-9a-f]{64}")
 _GROUP = re.compile(r"group:[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
+#: Whose the passages are that the operator published; no tenant may have this name.
+PUBLISHED = "published"
+
+
 class TenantError(ValueError):
     """A tenant file or a secret that cannot be used; the message names the field."""
 
@@ -92,6 +96,13 @@ class TenantFile(BaseModel):
     header: str | None = None
     unknown: Literal["refuse", "shared"] = "refuse"
     tenants: Mapping[str, Tenant]
+
+    @field_validator("tenants")
+    @classmethod
+    def _are_not_the_operator(cls, tenants: Mapping[str, Tenant]) -> Mapping[str, Tenant]:
+        if PUBLISHED in tenants:
+            raise ValueError(f"{PUBLISHED} is what the operator's passages are called")
+        return tenants
 
     @field_validator("operator_keys")
     @classmethod

@@ -130,6 +130,7 @@ def plan_admitted(cache: KVShareRadixCache, req: Any, ahead: ReusePlan | None = 
         depth_of(req.last_node),
         cache.generation,
     )
+    cache.retention.begins(state)
     begin = time.perf_counter()
     try:
         outcome = _plan(cache, req, state, ahead)

@@ -66,6 +66,12 @@ class DonorLocks:
         for state in list(self._holders):
             self.release(state)
 
+    def release_where(self, lost: Callable[[TreeNode], bool]) -> None:
+        """Let go for the requests that hold a donor which is ``lost``."""
+        for state in list(self._holders):
+            if any(lost(held.node) for held in state.donor_locks):
+                self.release(state)
+
     def drop(self) -> None:
         """The locked nodes are gone with their tree; there is nothing to unlock."""
         for state in self._holders:

@@ -13,14 +13,25 @@ Hook = tuple[str, Callable[..., Any]]
 
 def hooks() -> tuple[Hook, ...]:
     """(target, function), every one of the kind AROUND."""
-    from sglang_kvshare.engine import admission, forward, metrics, report, requests, weights
+    from sglang_kvshare.engine import (
+        admission,
+        control,
+        forward,
+        metrics,
+        report,
+        requests,
+        retention,
+        weights,
+    )
 
     srt = "sglang.srt."
     return (
         (srt + "sampling.sampling_params.SamplingParams.verify", requests.verify),
         (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
         (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
+        (srt + "managers.scheduler.Scheduler.get_internal_state", control.get_internal_state),
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", metrics.step),
+        (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", retention.step),
         (
             srt + "managers.tp_worker.TpModelWorker.forward_batch_generation",
             forward.forward_batch_generation,
@@ -95,6 +106,7 @@ def install_http() -> None:
     """The hooks of the HTTP process; called when the server is about to be launched."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_kvshare.engine import admin_routes
     from sglang_kvshare.engine.report import openai_details_class
 
     _register(http_hooks())
@@ -102,6 +114,7 @@ def install_http() -> None:
     verify(http_hooks())
     # Built now, so that a mismatch stops the start instead of the first response.
     openai_details_class()
+    admin_routes.install()
 
 
 def verify(expected: tuple[Hook, ...] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from sglang_kvshare.engine.branches import path_tokens, untagged
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.reuse_edges import ReuseEdges
 from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.tenant_ledger import TenantLedger
 from sglang_kvshare.plan import Int64Array
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class IndexMirror:
         edges: what served behind the tree's nodes.
         max_depth: tokens of a greater depth serve nobody and are not indexed.
         on_fault: called with ``index`` or ``similar``, what is given up.
+        quotas: tenant -> tokens that may serve as donors; the oldest of more leave the indices.
     """
 
     def __init__(
@@ -43,15 +45,20 @@ class IndexMirror:
         on_fault: Callable[[str], None],
         similar: SemanticIndex | None = None,
         edges: ReuseEdges | None = None,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         self.index = index
         #: Dropped with the index; a fault of theirs is the index's.
         self.edges = ReuseEdges(index, 0) if edges is None else edges
+        #: ``None`` where no tenant has a quota.
+        self.ledger = TenantLedger(index.slots, quotas) if quotas else None
         self.failed = False
         self._similar = similar
         self._max_depth = max_depth
         self._on_fault = on_fault
         self._nodes: dict[int, TreeNode] = {}
+        #: Numbers of nodes that are in the tree and of which nothing is in the indices.
+        self._retired: set[int] = set()
         self.similar_failed = False
 
     @property
@@ -59,10 +66,17 @@ class IndexMirror:
         """Where similar donors are found; ``None`` when they are not wanted or given up."""
         return None if self.failed or self.similar_failed else self._similar
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of the tree, as far as it was followed."""
+        return len(self._nodes)
+
     def clear(self) -> None:
         self.edges.clear()
         self.index.clear()
+        self._clear_ledger()
         self._nodes.clear()
+        self._retired.clear()
         self.failed = False
         self.similar_failed = False
         self._similar_follows(lambda similar: similar.clear())
@@ -76,16 +90,32 @@ class IndexMirror:
             self.index.clear()
 
         self._follow(change)
+        self._clear_ledger()
+
+    def _clear_ledger(self) -> None:
+        if self.ledger is not None:
+            self.ledger.clear()
 
     def discard(self, slots: Int64Array) -> None:
         """Tokens that are no donors any more, although the tree still owns their slots."""
-        self._similar_follows(lambda similar: similar.remove(slots))
+        self._follow(lambda: self._discard(slots))
+
+    def retire(self, nodes: Iterable[TreeNode]) -> None:
+        """No token of ``nodes`` is a donor any more; they are still in the tree."""
 
         def change() -> None:
-            self.index.discard(slots)
-            self.edges.recheck()
+            self._discard(np.concatenate([_slots(node) for node in nodes]))
+            self._retired.update(node.id for node in nodes)
 
         self._follow(change)
+
+    def _discard(self, slots: Int64Array) -> None:
+        self._similar_follows(lambda similar: similar.remove(slots))
+        self.index.discard(slots)
+        if self.ledger is not None:
+            self.ledger.removed(slots)
+        self.edges.slots_gone(slots)
+        self.edges.recheck()
 
     def give_up_similar(self) -> None:
         """No similar donors until the next flush."""
@@ -97,15 +127,18 @@ class IndexMirror:
         numbers = np.unique(self.index.nodes_of(slots)).tolist()
         return {number: self._nodes[number] for number in numbers}
 
-    def inserted(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+    def inserted(
+        self, leaf: TreeNode, depth: int | None, placed: Int64Array, tenant: str | None = None
+    ) -> None:
         """``leaf`` is new in the tree.
 
         Args:
             depth: of its provenance; ``None`` for values that must never serve as donors.
             placed: positions (of the whole sequence, ascending) that hold moved values. They are
                 no donors: a key is never rotated twice, and their own donors serve better.
+            tenant: whose tokens they are.
         """
-        self._follow(lambda: self._insert(leaf, depth, placed))
+        self._follow(lambda: self._insert(leaf, depth, placed, tenant))
 
     def split(self, upper: TreeNode) -> None:
         """``upper`` took over the first part of its only child."""
@@ -120,16 +153,23 @@ class IndexMirror:
         """``node`` has left the tree."""
 
         def change() -> None:
-            slots = _slots(node)
-            self._similar_follows(lambda similar: similar.remove(slots))
-            self.index.remove(slots)
-            self.edges.slots_gone(slots)
+            if node.id in self._retired:
+                self._retired.remove(node.id)
+            else:
+                slots = _slots(node)
+                self._similar_follows(lambda similar: similar.remove(slots))
+                self.index.remove(slots)
+                if self.ledger is not None:
+                    self.ledger.removed(slots)
+                self.edges.slots_gone(slots)
             self.edges.node_gone(node.id)
             del self._nodes[node.id]
 
         self._follow(change)
 
-    def _insert(self, leaf: TreeNode, depth: int | None, placed: Int64Array) -> None:
+    def _insert(
+        self, leaf: TreeNode, depth: int | None, placed: Int64Array, tenant: str | None
+    ) -> None:
         self._nodes[leaf.id] = leaf
         if depth is None or depth > self._max_depth:
             return
@@ -147,6 +187,8 @@ class IndexMirror:
                 leaf.id, namespace, tokens[part], slots[part], parent, position=start, depth=depth
             )
             self._similar_follows(_insertion(namespace, tokens[part], slots[part]))
+            if tenant is not None and self.ledger is not None:
+                self._discard(self.ledger.inserted(tenant, slots[part]))
 
     def _similar_follows(self, change: Callable[[SemanticIndex], None]) -> None:
         if self._similar is None or self.similar_failed:

@@ -18,7 +18,7 @@ from sglang_kvshare.engine.activation import active_config
 from sglang_kvshare.engine.state import RequestState, attach
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.request import RequestError, ReuseReport, parse_request_options
-from sglang_kvshare.tenants import UnknownTenant
+from sglang_kvshare.tenants import PUBLISHED, UnknownTenant
 
 
 def verify(original: Any, self: Any, vocab_size: int) -> Any:
@@ -91,7 +91,7 @@ def create(original: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -
     req.extra_key = Namespace(
         extra_key=kwargs.get("extra_key"), adapter=kwargs.get("lora_id")
     ).tree_key()
-    _give_tenant(state, tenant, kwargs.get("lora_id"))
+    _give_tenant(state, tenant, req.cache_salt, kwargs.get("lora_id"))
     attach(req, state)
     if not state.options.publish:
         req.skip_radix_cache_insert = True
@@ -109,13 +109,16 @@ def _take_tenant(req: Any) -> Any:
     return tenant
 
 
-def _give_tenant(state: RequestState, tenant: Any, adapter: str | None) -> None:
+def _give_tenant(state: RequestState, tenant: Any, salt: str | None, adapter: str | None) -> None:
     tenants = tenancy.book()
     if tenants is None:
         return
     known = isinstance(tenant, str) and tenant in tenants.file.tenants
     state.tenant = tenant if known else None
-    state.domain = tenants.may_share(state.tenant)
+    if salt == tenants.public_salt:
+        # Only what an operator publishes gets this salt.
+        state.tenant = PUBLISHED
+    state.domain = tenants.may_share(tenant if known else None)
     if known:
         published = Namespace(tenants.public_salt, Namespace(adapter=adapter).tree_key())
         state.shared_namespaces = (published.encode(),)

@@ -133,6 +133,7 @@ SEAMS = (
         "run index",
     ),
     Seam(_RADIX + "RadixCache._delete_leaf", "self, node", "run index"),
+    Seam(_RADIX + "RadixCache.dec_lock_ref", "self, node, params", "forget, time to live"),
     Seam(_RADIX + "RadixCache.evict", "self, params", "donor locks"),
     Seam(
         _RADIX + "RadixCache.checkpoint",
@@ -191,6 +192,21 @@ SEAMS = (
         None,
         "prompts that stay in one chunk",
     ),
+    # The operator's questions
+    Seam(
+        _SRT + "managers.scheduler.Scheduler.get_internal_state",
+        "self, recv_req",
+        "operator's questions",
+    ),
+    Seam(_SRT + "managers.io_struct.GetInternalStateReq", None, "operator's questions"),
+    Seam(_SRT + "managers.io_struct.GetInternalStateReqOutput", None, "operator's questions"),
+    Seam(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "self",
+        "operator's questions",
+    ),
+    Seam(_SRT + "utils.auth.auth_level", "level", "who may ask them"),
+    Seam(_SRT + "utils.auth.AuthLevel.ADMIN_OPTIONAL", None, "who may ask them"),
     # Metrics
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_next_batch_to_run",

@@ -9,7 +9,7 @@ structural mutators of ``RadixCache`` (``_insert_helper``, ``_split_node``, ``_d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -32,6 +32,7 @@ from sglang_kvshare.engine.eviction import DonorsLast
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
+from sglang_kvshare.engine.retention import Limits, Retention, limits_of
 from sglang_kvshare.engine.similar_donors import similar_donors, wanted_sketcher
 from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
 from sglang_kvshare.matching.gaps import GapSettings
@@ -63,6 +64,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     """
     from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.forward import prepare_worker
+    from sglang_kvshare.engine.overwriting import Overwriter
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
 
@@ -74,7 +76,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
         sketcher = wanted_sketcher(config, ctx.tp_worker)
-        tenancy.read(config)
+        tenants = tenancy.read(config)
+        limits = {} if tenants is None else limits_of(tenants.file.tenants, ctx.tp_size)
     except (SeamError, Unsupported, TenantError) as error:
         # The same on every rank: it depends on the model's class, the pool's and what is installed.
         verdict.refuse(str(error))
@@ -88,7 +91,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
     layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
-    return KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher)
+    cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher, limits)
+    cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
+    return cache
 
 
 class KVShareRadixCache(RadixCache):
@@ -106,8 +111,12 @@ class KVShareRadixCache(RadixCache):
         metrics: Metrics | None = None,
         layers: int = 32,
         sketcher: WindowSketcher | None = None,
+        limits: Mapping[str, Limits] | None = None,
     ) -> None:
         self.config = config
+        #: Of every tenant that the operator named.
+        self.limits = dict(limits or {})
+        self.retention = Retention(self, self.limits)
         #: Decoder layers of the model.
         self.layers = layers
         self.metrics = Metrics() if metrics is None else metrics
@@ -118,9 +127,14 @@ class KVShareRadixCache(RadixCache):
         similar = None
         if sketcher is not None:
             similar = similar_donors(self.index, config, sketcher, self.fault)
+        quotas = {
+            name: one.max_indexed_tokens
+            for name, one in self.limits.items()
+            if one.max_indexed_tokens is not None
+        }
         edges = ReuseEdges(self.index, config.reuse_edges_per_node)
         self.mirror = IndexMirror(
-            self.index, config.max_depth, lambda what: self.fault(what), similar, edges
+            self.index, config.max_depth, lambda what: self.fault(what), similar, edges, quotas
         )
         self.donors = DonorLocks(self.lock, self.unlock)
         #: ``None``: every plan of ``min_saved_tokens`` is carried out. Beside tenants see
@@ -165,6 +179,7 @@ class KVShareRadixCache(RadixCache):
         super().reset()
         self.mirror.clear()
         self.donors.drop()
+        self.retention.clear()
 
     def forget_donors(self) -> None:
         """The model's weights are other ones now: no donor and no branch serves any more.
@@ -182,28 +197,38 @@ class KVShareRadixCache(RadixCache):
             if state is not None and branches.is_approximate(leaf):
                 depth = max(state.depth, branches.depth_of(leaf.parent))
                 branches.set_depth(leaf, depth)
+            self.retention.inserted(leaf, state)
             self._new_leaf(leaf, state)
         return matched_tokens, leaf
 
     def _new_leaf(self, leaf: TreeNode, state: RequestState | None) -> None:
+        tenant = None if state is None else state.tenant
         if state is not None and state.generation != self.generation:
             # Computed by weights that are gone, in part at least.
             self.mirror.inserted(leaf, None, NOTHING_PLACED)
         elif state is None or not branches.is_approximate(leaf):
-            self.mirror.inserted(leaf, 0, NOTHING_PLACED)
+            self.mirror.inserted(leaf, 0, NOTHING_PLACED, tenant)
         else:
-            self.mirror.inserted(leaf, branches.depth_of(leaf), state.placed_positions())
+            depth = branches.depth_of(leaf)
+            self.mirror.inserted(leaf, depth, state.placed_positions(), tenant)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
         branches.set_depth(upper, branches.depth_of(child))
         self.eviction_strategy.split(upper, child)
+        self.retention.nodes.split(upper, child)
         self.mirror.split(upper)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        self.retention.nodes.deleted(node)
         self.mirror.deleted(node)
+
+    def dec_lock_ref(self, node: TreeNode, params: Any = None) -> Any:
+        result = super().dec_lock_ref(node, params)
+        self.retention.unlocked(node)
+        return result
 
     # --- what a request may take -------------------------------------------------------------
 
@@ -330,6 +355,8 @@ class KVShareRadixCache(RadixCache):
                            |<-- exact --->|<--------------- branch ------------>|
         """
         state = state_of(req)
+        if not self.retention.may_publish(req, state):
+            return
         if state is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
@@ -423,6 +450,7 @@ class KVShareRadixCache(RadixCache):
         super().on_release(req, checkpointed=checkpointed)
         state = state_of(req)
         if state is not None:
+            self.retention.released(req, state)
             self.release(state)
             state.end()
 

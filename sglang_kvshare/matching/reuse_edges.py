@@ -71,11 +71,13 @@ class ReuseEdges:
     Args:
         runs: where the donors' tokens are; told of changes before this is.
         per_node: edges behind one node at most; those that were used longest ago leave. 0: none.
+        most_checked: edges that are looked at when tokens leave the index from amid their paths.
     """
 
-    def __init__(self, runs: RunIndex, per_node: int) -> None:
+    def __init__(self, runs: RunIndex, per_node: int, most_checked: int = 256) -> None:
         self._runs = runs
         self._per_node = per_node
+        self._most_checked = most_checked
         self._behind: OrderedDict[_Anchor, OrderedDict[_Mark, ReuseEdge]] = OrderedDict()
         #: The namespaces in which a node is an anchor.
         self._namespaces: dict[int, set[bytes]] = {}
@@ -83,13 +85,18 @@ class ReuseEdges:
         self._ending: dict[int, set[tuple[_Anchor, _Mark]]] = {}
         self._ends = np.zeros(runs.slots, dtype=np.bool_)
         self._count = 0
+        #: Some edges' donors may have lost tokens from their middle.
+        self._torn = False
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[ReuseEdge]:
+        """Those whose donor is whole."""
         for edges in self._behind.values():
-            yield from edges.values()
+            for edge in edges.values():
+                if not self._torn or self._stands(edge):
+                    yield edge
 
     # --- lookup ------------------------------------------------------------------------------
 
@@ -212,14 +219,22 @@ class ReuseEdges:
             self._drop_anchor((node, namespace))
 
     def slots_gone(self, slots: Int64Array) -> None:
-        """The end of a path has left the index: its last tokens, in any order."""
+        """Tokens have left the index: edges whose donor ends with one of them die."""
         for slot in slots[self._ends[slots]].tolist():
             for key, mark in list(self._ending[slot]):
                 self._drop(key, mark)
 
     def recheck(self) -> None:
-        """Tokens left the index from amid their paths; all edges are looked at."""
-        for edge in list(self):
+        """Tokens left the index from amid their paths, and :meth:`slots_gone` knows.
+
+        Of many edges those are not dropped at once: they serve nobody, are not shown, and go when
+        their donor's last token does or newer ones take their place.
+        """
+        self._torn = self._count > self._most_checked
+        if self._torn:
+            return
+        every = [edge for edges in self._behind.values() for edge in edges.values()]
+        for edge in every:
             if not self._stands(edge):
                 self._drop((edge.anchor, edge.namespace), edge.mark)
 
@@ -229,6 +244,7 @@ class ReuseEdges:
         self._ending.clear()
         self._ends.fill(False)
         self._count = 0
+        self._torn = False
 
     # --- details -----------------------------------------------------------------------------
 

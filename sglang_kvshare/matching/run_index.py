@@ -142,6 +142,14 @@ class RunIndex:
         extents = self._arena.extent_of[slots]
         return np.where(extents == NONE, NONE, self._arena.extents.node[extents])
 
+    def tokens_by_node(self) -> dict[int, int]:
+        """Number of each node that owns indexed tokens -> how many; walks over the whole index."""
+        ext = self._arena.extents
+        used = np.flatnonzero(ext.length[: ext.rows])
+        nodes, where = np.unique(ext.node[used], return_inverse=True)
+        tokens = np.bincount(where, weights=ext.length[used], minlength=nodes.shape[0])
+        return dict(zip(nodes.tolist(), tokens.astype(np.int64).tolist(), strict=True))
+
     def position_of(self, slot: int) -> int:
         """Position of a cached token in its own sequence.
 

@@ -81,6 +81,10 @@ class SemanticIndex:
         made_from = self._sketcher.nbytes + sum(one.nbytes for one in self._rarity.values())
         return self._donors.nbytes + made_from + int(self._length.nbytes)
 
+    def window_slots(self) -> Int64Array:
+        """int64: the slot of the last token of every window; a walk over all of them."""
+        return np.flatnonzero(self._length)
+
     # --- upkeep ------------------------------------------------------------------------------
 
     def insert(self, namespace: bytes, tokens: Int64Array, slots: Int64Array) -> None:

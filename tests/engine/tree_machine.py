@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,13 +31,15 @@ PASSAGES = np.random.default_rng(7).integers(0, 3, size=(5, 30)).tolist()
 
 @dataclass(frozen=True)
 class Written:
-    """``depth``: approximations that rest on each other, 0 for exact; ``moved``: copied here."""
+    """``depth``: approximations that rest on each other, 0 for exact; ``moved``: copied here;
+    ``tenant``: of the request that wrote it."""
 
     token: int
     position: int
     domain: tuple
     depth: int
     moved: bool = False
+    tenant: str | None = None
 
 
 @dataclass(eq=False)
@@ -75,6 +77,9 @@ class FakeReq:
         return (self.cache_salt, self.extra_key)
 
 
+#: The first has a quota of indexed tokens, the second a time to live.
+TENANTS = ["quota", "ttl"]
+QUOTA_TOKENS, TTL_S = 30, 10.0
 #: Of the model that is not there.
 LAYERS = 4
 EMBEDDINGS = np.random.default_rng(8).standard_normal((300, 16)).astype(np.float32)
@@ -97,8 +102,8 @@ class RecordingPlacer:
             assert was.depth <= self.machine.max_depth, "a donor that is too far from exact"
             assert not was.moved, "a key that was rotated already"
             assert was.position == source, (was, source)
-            self.machine.written[target] = Written(
-                was.token, position, was.domain, was.depth + 1, moved=True
+            self.machine.write(
+                target, Written(was.token, position, was.domain, was.depth + 1, moved=True)
             )
         return True
 
@@ -117,6 +122,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
         from sglang_kvshare.config import KVShareConfig
+        from sglang_kvshare.engine.retention import Limits
         from sglang_kvshare.engine.tree_cache import KVShareRadixCache
         from sglang_kvshare.matching.sketch import Sketcher
 
@@ -143,7 +149,19 @@ class TreeCacheMachine(RuleBasedStateMachine):
             min_semantic_run_tokens=2,
         )
         sketcher = Sketcher(EMBEDDINGS, size_tokens=8) if self.similar_donors else None
-        self.cache = KVShareRadixCache(params, config, layers=LAYERS, sketcher=sketcher)
+        limits = {"quota": Limits(QUOTA_TOKENS), "ttl": Limits(ttl_s=TTL_S)}
+        self.cache = KVShareRadixCache(
+            params, config, layers=LAYERS, sketcher=sketcher, limits=limits
+        )
+        self.now_s = self.step_s = 0.0
+        self.cache.retention.clock = lambda: self.now_s
+        self.cache.retention.condemned.overwrite = self.overwrite
+        #: When each slot of the tree came into it.
+        self.since_s: dict[int, float] = {}
+        #: Slots with text of a forgotten tenant that were not written since, and those of them that
+        #: were overwritten.
+        self.forgotten: set[int] = set()
+        self.overwritten: set[int] = set()
         self.faults: list[str] = []
         self.cache.fault = self.faults.append
         #: Tokens that came from approximate branches: the run did what it is for.
@@ -165,8 +183,9 @@ class TreeCacheMachine(RuleBasedStateMachine):
         ratio=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
         selector=st.sampled_from(["seams", "query", "dhd"]),
         domain=st.sampled_from(DOMAINS[:1] * 5 + DOMAINS),
+        tenant=st.sampled_from([None, None, *TENANTS]),
     )
-    def arrive(self, data, reuse, ratio, selector, domain):
+    def arrive(self, data, reuse, ratio, selector, domain, tenant):
         from sglang.srt.managers.schedule_batch import ReqKvInfo
 
         from sglang_kvshare.engine.state import RequestState, attach
@@ -187,8 +206,13 @@ class TreeCacheMachine(RuleBasedStateMachine):
         self.seen = [*self.seen[-8:], tokens]
         req = FakeReq(f"r{self.count}", array("q", tokens), *domain, kv=ReqKvInfo())
         self.count += 1
-        attach(req, RequestState(RequestOptions(reuse, ratio, selector)))
+        attach(req, RequestState(RequestOptions(reuse, ratio, selector), tenant))
         self.waiting.append(req)
+
+    def write(self, slot, written):
+        self.written[slot] = written
+        self.forgotten.discard(slot)
+        self.overwritten.discard(slot)
 
     @precondition(lambda self: self.waiting and len(self.live) < ROWS)
     @rule(chunk=st.sampled_from([8, 32, 1000]), another_match=st.booleans())
@@ -199,6 +223,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         from sglang_kvshare.engine.admission import plan_admitted
         from sglang_kvshare.engine.state import state_of
 
+        self.step()
         req = self.waiting.pop(0)
         req.refresh()
         ids = req.full_untruncated_fill_ids
@@ -212,6 +237,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         if state_of(req).options.reuse == "off":
             assert match.device_prefix_len == 0
             assert match.last_device_node is self.cache.root_node
+        assert not self.condemned(match.last_device_node)
         req.prefix_len = match.device_prefix_len
         req.last_node = match.last_device_node
         req.kv.cache_protected_len = req.prefix_len
@@ -277,7 +303,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
             inside = state.placement.within(start, end)
             placed = set(inside.positions.tolist())
             # What is about to be copied is still in the tree, where the plan saw it.
-            assert (self.cache.index.nodes_of(inside.slots) >= 0).all()
+            assert set(inside.slots.tolist()) <= self.serving_slots()
         batch = SimpleNamespace(
             reqs=[req],
             prefix_lens=[start],
@@ -313,8 +339,9 @@ class TreeCacheMachine(RuleBasedStateMachine):
                 was = self.written[slot]
                 assert (was.token, was.position, was.domain) == (token, position, req.domain)
                 depth = max(depth, was.depth)
+                self.written[slot] = replace(was, tenant=state.tenant)
             else:
-                self.written[slot] = Written(token, position, req.domain, depth)
+                self.write(slot, Written(token, position, req.domain, depth, tenant=state.tenant))
         if end < total:
             self.cache.checkpoint(req, up_to=end)
         else:
@@ -354,7 +381,11 @@ class TreeCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decoding())
     @rule(data=st.data(), token=st.integers(0, 2))
     def decode(self, data, token):
-        req = data.draw(st.sampled_from(self.decoding()))
+        self.decode_one(data.draw(st.sampled_from(self.decoding())), token)
+
+    def decode_one(self, req, token):
+        from sglang_kvshare.engine.state import state_of
+
         position = req.kv.kv_committed_len
         if position >= CONTEXT - 1:
             return
@@ -373,7 +404,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         req.refresh()
         req.prefix_len = len(req.full_untruncated_fill_ids)
         depth = max(self.written[int(slot)].depth for slot in row[:position])
-        self.written[slot] = Written(token, position, req.domain, depth)
+        self.write(slot, Written(token, position, req.domain, depth, tenant=state_of(req).tenant))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = position + 1
 
     @precondition(lambda self: self.live)
@@ -433,6 +464,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         self.allocator.clear()
         self.rows.clear()
         self.old_weights.clear()
+        self.forgotten.clear()
         assert not self.old_requests
         assert self.cache.index.live_tokens == 0
 
@@ -446,6 +478,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
         req = FakeReq("look", array("q", tokens), *domain, kv=None)
         req.refresh()
         req.last_node = self.cache.root_node
+        self.step()
+        serving = self.serving_slots()
         locks = {n.id: n.lock_ref for n in self.nodes()}
         edges = list(self.cache.mirror.edges)
         plans = [self.cache.plan(req) for _ in range(3)]
@@ -460,7 +494,132 @@ class TreeCacheMachine(RuleBasedStateMachine):
                 assert (was.token, was.position, was.domain) == (tokens[position], source, domain)
                 assert was.depth <= plan.depth <= self.max_depth
                 assert not was.moved
+                assert int(slot) in serving - self.forgotten
+                assert was.tenant != "ttl" or self.now_s < self.since_s[int(slot)] + TTL_S
         assert locks == {n.id: n.lock_ref for n in self.nodes()}
+
+    # --- tenants ---------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
+    def wait(self, seconds):
+        self.now_s += seconds
+
+    @rule()
+    def step(self):
+        """The scheduler begins a pass."""
+        self.cache.retention.expire()
+        self.step_s = self.now_s
+
+    @rule(tenant=st.sampled_from(TENANTS))
+    def forget(self, tenant):
+        from sglang_kvshare.engine.tenant_nodes import tenant_of
+
+        before = {node.id: node for node in self.nodes()}
+        theirs = {number for number, node in before.items() if tenant_of(node) == tenant}
+        told = self.cache.retention.forget(tenant)
+        for slot, was in self.written.items():
+            if was.tenant == tenant and (slot in self.since_s or slot in self.row_slots()):
+                self.forgotten.add(slot)
+        after = {node.id for node in self.nodes()}
+        for number, node in before.items():
+            path = {number}
+            above = node.parent
+            while above is not None:
+                path.add(above.id)
+                above = above.parent
+            # Positive control: what is neither the tenant's nor below it stays as it was.
+            if not path & theirs and not self.condemned(node):
+                assert number in after
+        left = [node for node in self.nodes() if tenant_of(node) == tenant]
+        assert all(node.lock_ref for node in left)
+        assert (told.left_nodes, told.left_in_tree) == (
+            len(left),
+            sum(len(node.key) for node in left),
+        )
+        assert (told.left_in_index, told.left_windows) == (0, 0)
+        if not self.live:
+            assert not left
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), whose=st.sampled_from(["request", "prefix"]), end=st.booleans())
+    def forget_under_a_request(self, data, whose, end):
+        """While it runs: its own tenant, or the one whose text it found."""
+        from sglang_kvshare.engine.state import state_of
+        from sglang_kvshare.engine.tenant_nodes import tenant_of
+
+        req = data.draw(st.sampled_from(self.live))
+        state = state_of(req)
+        tenant = state.tenant if whose == "request" else tenant_of(req.last_node)
+        if tenant is None:
+            return
+        decoding = req in self.decoding()
+        if decoding:
+            self.decode_one(req, 2)
+        if req not in self.live:
+            return
+        self.forget(tenant)
+        self.what_is_forgotten_serves_nobody_and_leaves()
+        if req in self.prefilling():
+            self.extend(req, 16)
+        elif end:
+            self.decode_one(req, 1)
+            if req in self.live:
+                req.done = True
+                self.let_go(req, checkpoint=True)
+
+    def overwrite(self, slots):
+        assert not set(slots.tolist()) & self.row_slots()
+        self.overwritten |= set(slots.tolist())
+
+    def row_slots(self):
+        rows = set()
+        for req in self.live:
+            if req.kv.holds_kv:
+                row = self.rows.req_to_token[req.kv.req_pool_idx]
+                rows |= set(row[: req.kv.kv_allocated_len].tolist())
+        return rows
+
+    def serving_slots(self):
+        """Slots of the tree that may serve."""
+        nodes = [node for node in self.nodes() if not self.condemned(node)]
+        return {slot for node in nodes for slot in node.value.tolist()}
+
+    def condemned(self, node):
+        from sglang_kvshare.engine.condemned import is_condemned
+
+        return is_condemned(node)
+
+    @invariant()
+    def what_is_forgotten_serves_nobody_and_leaves(self):
+        held = {slot for node in self.nodes() for slot in node.value.tolist()}
+        self.since_s = {slot: self.since_s.get(slot, self.now_s) for slot in held}
+        condemned = [node for node in self.nodes() if self.condemned(node)]
+        # As soon as nobody needs it, and until then below what is condemned with it.
+        assert all(node.lock_ref for node in condemned)
+        assert self.cache.retention.condemned.nodes == len(condemned)
+        assert all(self.condemned(child) for node in condemned for child in node.children.values())
+        serving = self.serving_slots()
+        assert not self.forgotten & serving
+        for slot in serving:
+            if self.written[slot].tenant == "ttl":
+                assert self.step_s < self.since_s[slot] + TTL_S
+        # Nothing of it stays in the pool's memory either.
+        assert self.forgotten - held - self.row_slots() <= self.overwritten
+        for node in condemned:
+            assert (self.cache.index.nodes_of(node.value.numpy()) == -1).all()
+
+    @invariant()
+    def quotas_hold(self):
+        from sglang_kvshare.engine.tenant_nodes import tenant_of
+
+        by_node = self.cache.index.tokens_by_node()
+        indexed = Counter()
+        for node in self.nodes():
+            indexed[tenant_of(node)] += by_node.pop(node.id, 0)
+        assert not by_node
+        ledger = self.cache.mirror.ledger
+        assert ledger.tokens("quota") == indexed["quota"] <= QUOTA_TOKENS
+        assert ledger.tokens("ttl") == indexed["ttl"]
 
     # --- what always holds -----------------------------------------------------------------------
 
@@ -496,15 +655,20 @@ class TreeCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_index_holds_what_may_serve(self):
-        """Computed values of the tree that are near enough to exact, and of today's weights."""
+        """Computed values of the tree that are near enough to exact, of today's weights, and of no
+        forgotten tenant; of one with a quota some of them."""
         # A fault of the index is swallowed (the tree serves on), and so must be looked for.
         assert not self.cache.index_failed
+        from sglang_kvshare.engine.tenant_nodes import tenant_of
+
         index, total = self.cache.index, 0
         for node, begin in self.placed_nodes():
             slots = node.value.numpy()
-            deep = self.depth_of(node) > self.max_depth
+            never = self.depth_of(node) > self.max_depth or self.condemned(node)
+            limited = tenant_of(node) == "quota"
             for offset, slot in enumerate(slots.tolist()):
-                absent = deep or self.written[slot].moved or slot in self.old_weights
+                absent = never or self.written[slot].moved or slot in self.old_weights
+                absent = absent or (limited and not index.holds(slot))
                 assert int(index.nodes_of(slots[offset : offset + 1])[0]) == (
                     -1 if absent else node.id
                 )
@@ -560,9 +724,10 @@ class TreeCacheMachine(RuleBasedStateMachine):
 
         for node, begin in self.placed_nodes():
             domain = (node.key.cache_salt, untagged(node.key.extra_key))
-            assert is_approximate(node) == (self.depth_of(node) > 0)
             assert self.depth_of(node) <= self.max_depth + 1
-            assert not is_approximate(node.parent) or is_approximate(node)
+            if not self.condemned(node):
+                assert is_approximate(node) == (self.depth_of(node) > 0)
+                assert not is_approximate(node.parent) or is_approximate(node)
             pairs = zip(node.key.raw_token_ids(), node.value.tolist(), strict=True)
             for offset, (token, slot) in enumerate(pairs):
                 was = self.written[slot]
