@@ -2,6 +2,7 @@
 
 import json
 import re
+from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ def test_squad_passages_that_were_encoded_apart(pairs: DataSource, donors: str) 
             assert (before == "") == (donors == "alone")
             assert (before.strip() == "") == (donors in ("alone", "sinks"))
             assert (other in before) == (donors == "neighbour")
+
+
+def test_squad_passages_that_were_edited_before_they_were_cached(pairs: DataSource) -> None:
+    """What is asked about stays as it is; the history has most of its words, and not all."""
+    plain, edited = (
+        make(f"squad:passages=2,questions=2{o}", pairs) for o in ("", ",edited_percent=30")
+    )
+    assert [group.cases for group in plain] == [group.cases for group in edited]
+    kept = total = 0
+    for before, after in zip(plain, edited, strict=True):
+        (old,), (new,) = before.history, after.history
+        assert text(old) != text(new)
+        assert text(old).count("\n") == text(new).count("\n")
+        assert text(old).split("\n\n")[-1] == text(new).split("\n\n")[-1]
+        blocks = SequenceMatcher(None, text(old).split(), text(new).split()).get_matching_blocks()
+        kept, total = kept + sum(b.size for b in blocks), total + len(text(old).split())
+    assert 0.6 < kept / total < 0.95
+    with pytest.raises(EvalError, match="allowed are 0 to 99"):
+        make("squad:edited_percent=100", pairs)
 
 
 def test_squad_takes_long_passages_last_and_as_excerpts(pairs: DataSource) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from kvshare_eval.errors import EvalError
@@ -41,6 +42,7 @@ def squad(
     ask_variant: bool = False,
     donors: str = "together",
     max_words: int = 110,
+    edited_percent: int = 0,
 ) -> Groups:
     """The same passages in another order, behind another question.
 
@@ -54,8 +56,14 @@ def squad(
             in an order of their own; needs one wording.
         donors: how the passages came into the cache, one of :data:`DONORS`.
         max_words: the longest passage; longer ones come last and as excerpts.
+        edited_percent: of the words of the cached passages, replaced by another of their
+            words, preceded by one, or left out. What is asked about stays as it is.
     """
     at_least("squad", "passages", passages, 2)
+    if not 0 <= edited_percent < 100:
+        raise EvalError(
+            f"option edited_percent of task squad: {edited_percent}; allowed are 0 to 99"
+        )
     at_least("squad", "questions", questions, 1)
     loaded = load_squad(data)
     has_variants = any(question.variant for passage in loaded for question in passage.questions)
@@ -66,7 +74,16 @@ def squad(
         raise EvalError("option ask_variant of task squad needs donors=together")
     order = short_passages(loaded, max_words, rng(seed, "squad"))
     for index, together in enumerate(chunks(order, passages)):
-        yield _group(f"{index:04d}", together, seed, questions, wording, ask_variant, donors)
+        yield _group(
+            f"{index:04d}",
+            together,
+            seed,
+            questions,
+            wording,
+            ask_variant,
+            donors,
+            edited_percent / 100,
+        )
 
 
 def _check_wording(wording: str, ask_variant: bool, has_variants: bool) -> None:
@@ -88,6 +105,7 @@ def _group(
     wording: str,
     ask_variant: bool,
     donors: str,
+    edited: float,
 ) -> Group:
     random_ = rng(seed, "squad", name)
     base = shuffled(together, random_)
@@ -103,6 +121,9 @@ def _group(
         for question in asked
         for form, text in _wordings(question, wording)
     )
+    if edited:
+        words = rng(seed, "squad", name, "edited")
+        base = [replace(passage, text=_edited(passage.text, edited, words)) for passage in base]
     if donors != "together":
         history = tuple(_apart(base, donors))
     elif ask_variant:
@@ -115,6 +136,23 @@ def _group(
     else:
         history = (_prompt(base, spare[0].question if spare else _NEUTRAL),)
     return Group(name, history, cases)
+
+
+def _edited(text: str, share: float, random_: random.Random) -> str:
+    """Paragraphs and their number stay."""
+    told = []
+    for line in text.split("\n"):
+        words = line.split(" ")
+        kept: list[str] = []
+        for word in words:
+            other = random_.choice(words)
+            how = random_.random() / share
+            if how >= 1:
+                kept.append(word)
+            elif how < 2 / 3:
+                kept += [other] if how < 1 / 3 else [other, word]
+        told.append(" ".join(kept))
+    return "\n".join(told)
 
 
 def _apart(base: Sequence[QuestionedPassage], donors: str) -> Iterator[Prompt]:
