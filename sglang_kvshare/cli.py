@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sglang_kvshare import __version__
+from sglang_kvshare import __version__, publish
 from sglang_kvshare import doctor as checks
 from sglang_kvshare.model.checksum import human_size
 from sglang_kvshare.model.errors import ModelError
@@ -24,6 +24,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+app.command("publish")(publish.command)
 
 
 def main() -> None:

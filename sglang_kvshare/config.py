@@ -19,12 +19,17 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "KVSHARE_"
-#: Environment names with the prefix that are no configuration keys. The last two are not for users:
-#: a launcher hands them to its children.
+#: Environment names with the prefix that are no configuration keys. Two are not for users:
+#: a launcher hands ``KVSHARE_RESOLVED`` and ``KVSHARE_VERDICT`` to its children.
 ENV_SWITCH = "KVSHARE"
 ENV_FILE = "KVSHARE_CONFIG"
+#: The secret of the tenants' salts: never a key, so that it stands in no log and no listing.
+ENV_TENANT_SECRET = "KVSHARE_TENANT_SECRET"
 ENV_RESOLVED = "KVSHARE_RESOLVED"
 ENV_VERDICT = "KVSHARE_VERDICT"
+#: What `kvshare publish` sends; a server may be started from the same environment.
+ENV_OPERATOR_KEY = "KVSHARE_OPERATOR_KEY"
+_NO_KEYS = (ENV_FILE, ENV_TENANT_SECRET, ENV_RESOLVED, ENV_VERDICT, ENV_OPERATOR_KEY)
 
 REUSE_MODES = ("off", "exact_prefix", "approximate")
 ATTENTION_SOURCES = ("probe_pass", "check_layer")
@@ -43,7 +48,7 @@ def _selectors() -> tuple[str, ...]:
 
 def _option(default: Any, doc: str, **rules: Any) -> Any:
     """A dataclass field with its documentation and its bounds: ``low`` and ``high``, ``choices``
-    (:func:`choices_of`), or ``numbers`` for a list of layers."""
+    (:func:`choices_of`), ``numbers`` for a list of layers, or ``path`` for a file."""
     return field(default=default, metadata={"doc": doc, **rules})
 
 
@@ -209,6 +214,12 @@ class KVShareConfig:
         low=0,
         high=1024,
     )
+    tenants: str = _option(
+        "",
+        "YAML file that says who may share with whom (see docs/tenants.md). Empty: clients part "
+        "the cache themselves, by cache_salt.",
+        path=True,
+    )
     optional: bool = _option(
         False,
         "Serve stock SGLang where KVShare cannot serve, with a warning that gives the reason, "
@@ -218,6 +229,11 @@ class KVShareConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             _check(spec, getattr(self, spec.name))
+        if self.tenants and self.optional:
+            raise ConfigError(
+                "tenants and optional do not go together: stock SGLang, which would serve where "
+                "KVShare cannot, does not keep tenants apart"
+            )
 
     def to_json(self) -> str:
         """One line that :func:`from_json` reads back in a child process."""
@@ -336,7 +352,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
     specs = {spec.name: spec for spec in option_fields()}
     found: dict[str, Any] = {}
     for name, text in env.items():
-        if not name.startswith(ENV_PREFIX) or name in (ENV_FILE, ENV_RESOLVED, ENV_VERDICT):
+        if not name.startswith(ENV_PREFIX) or name in _NO_KEYS:
             continue
         key = name.removeprefix(ENV_PREFIX).lower()
         if key not in specs:

@@ -18,6 +18,8 @@ from sglang_kvshare.recompute.selectors import selector_named, selector_names
 
 #: The key under ``custom_params`` that holds the settings of a request.
 PARAMS_KEY = "kvshare"
+#: The one value of ``publish_as``.
+PUBLIC = "public"
 
 
 class RequestError(ValueError):
@@ -31,6 +33,7 @@ class RequestOptions:
     ``publish``: what is computed for this request stays in the cache for others.
     ``approximate_logprobs``: log-probabilities of prompt tokens may rest on values that are reused
     before ``logprob_start_len``; without it such a request is computed exactly.
+    ``publish_as``: the prompt is a passage that the operator publishes for all tenants.
     """
 
     reuse: str
@@ -46,6 +49,7 @@ class RequestOptions:
     refresh_tokens: int = KVShareConfig.refresh_tokens
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
+    publish_as: str | None = None
 
     @property
     def quality(self) -> str:
@@ -191,7 +195,22 @@ def parse_request_options(custom_params: Any, config: KVShareConfig) -> RequestO
         refresh_tokens=_count(raw, "refresh_tokens", config.refresh_tokens, most=64),
         ttft_slo_ms=_milliseconds(raw, "ttft_slo_ms"),
         tbt_slo_ms=_milliseconds(raw, "tbt_slo_ms"),
+        publish_as=_public(raw, config),
     )
+
+
+def _public(raw: Mapping[str, Any], config: KVShareConfig) -> str | None:
+    value = raw.get("publish_as")
+    if value is None:
+        return None
+    if value != PUBLIC:
+        raise RequestError(f"custom_params.{PARAMS_KEY}.publish_as={value!r}: allowed is {PUBLIC}")
+    if not config.tenants:
+        raise RequestError(
+            f"custom_params.{PARAMS_KEY}.publish_as: this server tells no tenants apart "
+            "(--kvshare-tenants FILE.yaml), so that there is nobody to publish for"
+        )
+    return PUBLIC
 
 
 def _choice(raw: Mapping[str, Any], key: str, default: str, allowed: tuple[str, ...]) -> str:

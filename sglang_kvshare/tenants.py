@@ -22,9 +22,13 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from sglang_kvshare.config import ENV_TENANT_SECRET
+
 #: Environment variable that holds the server's secret.
-ENV_SECRET = "KVSHARE_TENANT_SECRET"
+ENV_SECRET = ENV_TENANT_SECRET
 _LEAST_SECRET_BYTES = 32
+#: Hex digits of a salt that tell domains apart; as many more prove that the server assigned it.
+_HALF = 32
 _KEY = re.compile(r"sha256:[0-9a-f]{64}")
 _GROUP = re.compile(r"group:[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -47,7 +51,7 @@ class Tenant(BaseModel):
             the header, and to strip what clients send.
         sharing: ``private``, ``group:NAME`` or ``public``.
         max_indexed_tokens: cached tokens that may serve as donors; beyond that the oldest leave.
-        ttl_s: seconds after which what was cached serves as a donor no more.
+        ttl_s: seconds after which what was cached serves nobody any more, not even as a prefix.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,17 +72,15 @@ class Tenant(BaseModel):
     @field_validator("api_keys")
     @classmethod
     def _are_digests(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(_KEY.fullmatch(key) for key in keys):
-            raise ValueError(
-                "allowed is sha256: and 64 hex digits, as `printf %s KEY | sha256sum` prints them"
-            )
-        return keys
+        return _digests(keys)
 
 
 class TenantFile(BaseModel):
     """What a tenant file says.
 
     Attributes:
+        operator_keys: digests, as a tenant's ``api_keys``, of the keys with which passages are
+            published for all tenants.
         header: name of the HTTP header that names a tenant; ``None`` when keys alone do.
         unknown: what a request gets that fits no tenant: HTTP 403, or a domain that all such
             requests have together.
@@ -86,9 +88,15 @@ class TenantFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    operator_keys: tuple[str, ...] = ()
     header: str | None = None
     unknown: Literal["refuse", "shared"] = "refuse"
     tenants: Mapping[str, Tenant]
+
+    @field_validator("operator_keys")
+    @classmethod
+    def _are_digests(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return _digests(keys)
 
 
 class TenantBook:
@@ -112,6 +120,11 @@ class TenantBook:
         self._secret = secret
         self._by_key = _unique(file, "api_keys")
         self._by_header = _unique(file, "header_values")
+        if shared := set(file.operator_keys) & self._by_key.keys():
+            raise TenantError(
+                f"operator_keys: {min(shared)} is the key of {self._by_key[min(shared)]} too: "
+                "what a tenant sends must not be taken for the operator's"
+            )
         if self._by_header and file.header is None:
             raise TenantError("header_values without `header`: name the header that carries them")
 
@@ -125,8 +138,9 @@ class TenantBook:
         try:
             content = yaml.safe_load(path.read_text())
             file = TenantFile.model_validate(content)
-        except (OSError, yaml.YAMLError) as error:
-            raise TenantError(f"tenants file {path}: {error}") from error
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            # YAML's errors are several lines.
+            raise TenantError(f"tenants file {path}: {' '.join(str(error).split())}") from error
         except ValidationError as error:
             told = "; ".join(
                 f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"
@@ -147,8 +161,7 @@ class TenantBook:
         """
         named = set()
         if api_key is not None:
-            digest = "sha256:" + hashlib.sha256(api_key.encode()).hexdigest()
-            named.add(self._by_key.get(digest))
+            named.add(self._by_key.get(key_digest(api_key)))
         if header is not None and self.file.header is not None:
             named.add(self._by_header.get(header))
         known = named - {None}
@@ -163,16 +176,42 @@ class TenantBook:
     def salt(self, tenant: str | None, client_salt: str | None = None) -> str:
         """The ``cache_salt`` of a tenant's request: 64 hex digits.
 
+        What was assigned to this tenant stays as it is: SGLang makes requests of requests (a turn
+        after a tool's answer), and asks for each.
+
         Args:
             client_salt: what the client sent as ``cache_salt``.
         """
-        return self._digest(*self._domain(tenant), *(() if client_salt is None else (client_salt,)))
+        domain = self._domain(tenant)
+        if client_salt is not None and hmac.compare_digest(
+            self._sealed(domain, client_salt[:_HALF]).encode(),
+            client_salt.encode("utf-8", "surrogatepass"),
+        ):
+            return client_salt
+        parts = () if client_salt is None else (client_salt,)
+        return self._sealed(domain, self._digest(*domain, *parts)[:_HALF])
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Digests of all keys, the operator's included."""
+        return frozenset((*self._by_key, *self.file.operator_keys))
+
+    def is_operator(self, api_key: str | None) -> bool:
+        """Whether passages may be published with this bearer token."""
+        return api_key is not None and key_digest(api_key) in self.file.operator_keys
+
+    def may_share(self, tenant: str | None) -> str:
+        """Equal for tenants that share, and for no others."""
+        return self._digest(*self._domain(tenant))
 
     @property
     def public_salt(self) -> str:
         """Of the passages that the operator publishes; every tenant may reuse them, none may add
         to them."""
         return self._digest("published")
+
+    def _sealed(self, domain: tuple[str, ...], half: str) -> str:
+        return half + self._digest("assigned", *domain, half)[:_HALF]
 
     def _domain(self, tenant: str | None) -> tuple[str, ...]:
         if tenant is None:
@@ -188,6 +227,19 @@ class TenantBook:
         return hmac.new(
             self._secret, message.encode("utf-8", "surrogatepass"), "sha256"
         ).hexdigest()
+
+
+def key_digest(api_key: str) -> str:
+    """How a key stands in a tenant file."""
+    return "sha256:" + hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(_KEY.fullmatch(key) for key in keys):
+        raise ValueError(
+            "allowed is sha256: and 64 hex digits, as `printf %s KEY | sha256sum` prints them"
+        )
+    return keys
 
 
 def _unique(file: TenantFile, field: str) -> dict[str, str]:

@@ -30,7 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_kvshare.config import ENV_PREFIX, ENV_SWITCH, KVShareConfig, option_fields
+from sglang_kvshare.config import (
+    ENV_PREFIX,
+    ENV_SWITCH,
+    ENV_TENANT_SECRET,
+    KVShareConfig,
+    option_fields,
+)
 
 #: A turn that takes longer hangs.
 TURN_SECONDS = 120.0
@@ -44,7 +50,9 @@ def prepare(kvshare: KVShareConfig) -> None:
     Must run before SGLang is imported, which reads the platform and the checks then; the settings
     are read when a scheduler is made.
     """
-    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+    foreign = {name for name in os.environ if name.startswith(_FOREIGN)}
+    # Read for the tenants of `kvshare` alone.
+    for name in foreign - {ENV_TENANT_SECRET}:
         del os.environ[name]
     os.environ |= {
         "SGLANG_PLATFORM": "kvshare_cpu",
@@ -256,10 +264,14 @@ class LiveScheduler:
         kvshare: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         extra_key: str | None = None,
+        tenant: str | None = None,
         logprobs: bool = False,
         logprob_start_len: int = -1,
     ) -> None:
         """One greedy completion, received in the next turn.
+
+        Args:
+            tenant: whose it is, as the HTTP process says; the salt does not follow from it here.
 
         Raises:
             RequestError: a setting in ``kvshare`` is not allowed.
@@ -267,11 +279,14 @@ class LiveScheduler:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
+        custom: dict[str, Any] = {"kvshare": dict(kvshare)} if kvshare else {}
+        if tenant is not None:
+            custom["kvshare_tenant"] = tenant
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
             ignore_eos=True,
-            custom_params={"kvshare": dict(kvshare)} if kvshare else None,
+            custom_params=custom or None,
         )
         params.normalize(None)
         params.verify(self.scheduler.model_config.vocab_size)

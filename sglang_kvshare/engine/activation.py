@@ -149,6 +149,8 @@ def _resolve_once(original: Any, record: Any) -> None:
     """Hook: SGLang resolves its arguments, and KVShare is accepted, refused or switched off."""
     if getattr(record, "_resolution_finished", False):
         return original(record)
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     config = asked_for(record)
     from_cli = config is not None
     if config is None and switched_on(os.environ):
@@ -156,16 +158,22 @@ def _resolve_once(original: Any, record: Any) -> None:
     if config is None:
         return original(record)
 
+    from sglang_kvshare.engine import tenancy
     from sglang_kvshare.engine.seams import SeamError
     from sglang_kvshare.engine.support import Unsupported
+    from sglang_kvshare.tenants import TenantError
 
+    config = tenancy.with_whole_path(config)
     try:
+        tenants = tenancy.read(config)
         if config.optional:
             # Resolution cannot be taken back, so that a copy shows what would become of it.
             _resolve_accepted(original, copy.deepcopy(record))
         _resolve_accepted(original, record)
+        if tenants is not None:
+            tenancy.check_arguments(resolving_view(record), tenants)
         _activate(config, from_cli)
-    except (SeamError, Unsupported) as error:
+    except (SeamError, Unsupported, TenantError) as error:
         if not config.optional:
             if from_cli:
                 sys.exit(f"KVShare: {error}")
@@ -255,5 +263,6 @@ def _activate(config: KVShareConfig, from_cli: bool) -> None:
     verdict.expect(ends_process=from_cli)
     install()
     install_launcher()
-    if from_cli:
+    # With tenants no way of launching a server may leave them out.
+    if from_cli or config.tenants:
         install_http()

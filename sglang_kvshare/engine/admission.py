@@ -175,7 +175,7 @@ def _plan(
         return _Outcome("prefix_covers_prompt" if scored == 1 else "prompt_logprobs")
     if cache.index_failed:
         return _Outcome("index_failed")
-    gate = cache.gate if options.spares else None
+    gate = cache.gate_of([req]) if options.spares else None
     if gate is not None and not gate.worth_a_look(rows, tokens):
         return _Outcome("gate_closed")
     with step("match"):

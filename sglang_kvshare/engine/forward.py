@@ -31,6 +31,7 @@ from sglang_kvshare.engine.support import check_model
 from sglang_kvshare.plan import Placement
 from sglang_kvshare.recompute.choice import probe_layers
 from sglang_kvshare.recompute.refresh_queue import RefreshQueue
+from sglang_kvshare.scheduling.benefit import BenefitGate
 from sglang_kvshare.scheduling.forward_cost import Load, total
 from sglang_kvshare.scheduling.refresh_pace import RefreshPace
 
@@ -171,7 +172,7 @@ def _no_refresh(batch: Any) -> None:
 
 def _telling(batch: Any, program: RowProgram | None) -> Callable[[float], None]:
     """What is to be told the time of this forward."""
-    gate = getattr(batch.tree_cache, "gate", None)
+    gate = _gate(batch)
     if gate is None:
         return lambda ms: None
     if program is None:
@@ -180,6 +181,12 @@ def _telling(batch: Any, program: RowProgram | None) -> Callable[[float], None]:
         return lambda ms: gate.observe_full(load, ms)
     # The rows that run are known when they have run.
     return lambda ms: gate.observe_narrowed(program.load(), ms)
+
+
+def _gate(batch: Any) -> BenefitGate | None:
+    """What learns from this batch; nothing does where stock SGLang's tree cache serves."""
+    gate_of = getattr(batch.tree_cache, "gate_of", None)
+    return None if gate_of is None else gate_of(batch.reqs)
 
 
 class ProbeFailed(RuntimeError):
@@ -319,7 +326,7 @@ def _copy(parts: WorkerParts, batch: Any, chunks: list[Chunk]) -> None:
             raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3
-    gate = getattr(batch.tree_cache, "gate", None)
+    gate = _gate(batch)
     if gate is not None:
         gate.observe_copy(int(targets.shape[0]), elapsed_ms)
     batch.tree_cache.metrics.placed(int(targets.shape[0]), elapsed_ms)

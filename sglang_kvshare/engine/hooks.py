@@ -47,12 +47,16 @@ def hooks() -> tuple[Hook, ...]:
 
 def http_hooks() -> tuple[Hook, ...]:
     """Hooks of the process that serves HTTP; their modules are heavy to import elsewhere."""
-    from sglang_kvshare.engine import report, requests
+    from sglang_kvshare.engine import report, requests, tenant_requests
 
     entry = "sglang.srt.entrypoints."
     return (
         (entry + "http_server.serve_generate_request", requests.serve_generate),
         (entry + "openai.serving_base.OpenAIServingBase.handle_request", requests.handle_openai),
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            tenant_requests.generate,
+        ),
         (entry + "openai.utils.cached_tokens_details_from_dict", report.openai_details),
     )
 

@@ -76,6 +76,19 @@ SEAMS = (
         "HTTP 400 for streams",
     ),
     Seam(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self, obj, request",
+        "tenants",
+    ),
+    Seam(_SRT + "managers.tokenizer_manager.TokenizerManager.server_status", None, "tenants"),
+    Seam(_SRT + "entrypoints.http_server.get_global_state", "", "tenants"),
+    Seam(
+        _SRT + "managers.io_struct.GenerateReqInput",
+        None,
+        "tenants",
+        fields="sampling_params cache_salt extra_key session_params",
+    ),
+    Seam(
         _SRT + "entrypoints.openai.utils.cached_tokens_details_from_dict",
         "details",
         "report in OpenAI responses",

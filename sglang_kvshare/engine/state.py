@@ -38,8 +38,10 @@ class RequestState:
 
     Attributes:
         options: the request's settings.
-        tenant: whose request it is; ``None`` without tenants, and for an unknown one.
+        tenant: whose it is; ``None`` where tenants are not told apart, and for unknown ones.
         epoch: how often the tenant had been forgotten when the prefill began.
+        domain: equal for requests that may share with each other by their tenants' classes.
+        shared_namespaces: where it finds donors besides its own namespace.
         placement: donor values that are still to be placed; ``None`` when there are none left.
         donor_locks: tree locks that keep the donors of ``placement`` in the tree.
         pending: how the tokens of ``placement`` that are recomputed will be chosen, where that is
@@ -69,6 +71,8 @@ class RequestState:
     options: RequestOptions
     tenant: str | None = None
     epoch: int = 0
+    domain: str = ""
+    shared_namespaces: tuple[bytes, ...] = ()
     placement: Placement | None = None
     pending: Pending | None = None
     recomputed_tokens: int = 0

@@ -30,7 +30,7 @@ from sglang_kvshare.engine.eligibility import accepts_approximation, scored_toke
 from sglang_kvshare.engine.exact_events import ExactEvents
 from sglang_kvshare.engine.index_mirror import IndexMirror, int64
 from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
-from sglang_kvshare.engine.retention import Limits, Retention
+from sglang_kvshare.engine.retention import Limits, Retention, limits_of
 from sglang_kvshare.engine.state import NOTHING_PLACED, RequestState, state_of
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import plan_reuse
@@ -41,7 +41,8 @@ from sglang_kvshare.matching.semantic_index import (
 )
 from sglang_kvshare.matching.sketch import Float32Array, Sketcher
 from sglang_kvshare.plan import Placement, ReusePlan
-from sglang_kvshare.scheduling.benefit import BenefitGate
+from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
+from sglang_kvshare.tenants import TenantError
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     Raises:
         SeamError: a hook does not stand in this process.
         Unsupported: the model, its RoPE or its KV pool is not served.
+        TenantError: the tenants file cannot be used any more.
     """
-    from sglang_kvshare.engine import hooks, verdict
+    from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.embeddings import input_embeddings
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.overwriting import Overwriter
@@ -70,7 +72,9 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         check_seams()
         hooks.verify()
         prepare_worker(ctx.tp_worker, config)
-    except (SeamError, Unsupported) as error:
+        tenants = tenancy.read(config)
+        limits = limits_of({} if tenants is None else tenants.file.tenants, ctx.tp_size)
+    except (SeamError, Unsupported, TenantError) as error:
         # The same on every rank: it depends on the model's class and the pool's alone.
         verdict.refuse(str(error))
         if not config.optional:
@@ -85,7 +89,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     model = ctx.tp_worker.model_runner.model
     layers = len(decoder_layers(model))
     embeddings = input_embeddings(model, config.sketch_dims) if config.similar_donors else None
-    cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings)
+    cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, embeddings, limits)
     cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
     return cache
 
@@ -147,8 +151,10 @@ class KVShareRadixCache(RadixCache):
         #: What the tree's picture draws between nodes, as plain data (see ``treeview.model.Edge``).
         self.reuse_edges: Callable[[], Iterable[dict[str, Any]]] | None = None
         self.donors = DonorLocks(self.lock, self.unlock)
-        #: ``None``: every plan of ``min_saved_tokens`` is carried out.
+        #: ``None``: every plan of ``min_saved_tokens`` is carried out. Beside tenants see
+        #: :meth:`gate_of`.
         self.gate = gate
+        self._gates = BenefitGates() if gate is not None and config.tenants else None
         #: Counts the model's weights; see :meth:`forget_donors`.
         self.generation = 0
         #: The request whose values are being inserted, if it is one of ours.
@@ -170,6 +176,13 @@ class KVShareRadixCache(RadixCache):
             donor_locks=self.held_donor_locks,
             failed=self.index_failed,
         )
+
+    def gate_of(self, reqs: Iterable[Any]) -> BenefitGate | None:
+        """The gate that decides for ``reqs`` and learns from a forward of them, if there is one."""
+        if self._gates is None:
+            return self.gate
+        states = (state_of(req) for req in reqs)
+        return self._gates.of({state.domain for state in states if state is not None})
 
     # --- the tree's structure, mirrored in the index ---------------------------------------
 
@@ -278,6 +291,7 @@ class KVShareRadixCache(RadixCache):
         return self._plan(req, None)
 
     def _plan(self, req: Any, similar: SemanticIndex | None) -> ReusePlan:
+        state = state_of(req)
         return plan_reuse(
             self.index,
             int64(req.full_untruncated_fill_ids),
@@ -287,6 +301,7 @@ class KVShareRadixCache(RadixCache):
             max_depth=self.config.max_depth,
             scored_tokens=scored_tokens(req),
             similar=similar,
+            shared=() if state is None else state.shared_namespaces,
         )
 
     def hold(self, state: RequestState, placement: Placement) -> int:

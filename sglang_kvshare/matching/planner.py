@@ -6,12 +6,14 @@ then               similar donors:   ~~                  ~~~~  ~~~
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from sglang_kvshare.matching.run_index import RunIndex
+from sglang_kvshare.matching.run_index import Run, RunIndex
 from sglang_kvshare.matching.semantic_index import SemanticIndex
 from sglang_kvshare.plan import BoolArray, Int64Array, ReusePlan, Span
 
@@ -25,24 +27,26 @@ def plan_reuse(
     max_depth: int = 0,
     scored_tokens: int = 1,
     similar: SemanticIndex | None = None,
+    shared: tuple[bytes, ...] = (),
 ) -> ReusePlan:
     """Match a prompt beyond its exact prefix. Changes nothing, and answers the same every time.
 
     Args:
         tokens: int64 ``[n]``, the whole prompt.
         prefix_tokens: ``P``, the exact prefix that the radix tree serves.
-        namespace: trust domain of the request.
+        namespace: trust domain of the request, whose prefix it takes.
         limit, max_depth: see :meth:`RunIndex.find_runs`.
         scored_tokens: see :class:`ReusePlan`; never matched.
         similar: asked for what runs leave free.
+        shared: other namespaces to find donors in. Of equally good ones those of ``namespace``
+            serve, then those of the first of these.
     """
+    namespaces = (namespace, *shared)
     body = tokens[prefix_tokens : max(prefix_tokens, tokens.shape[0] - scored_tokens)]
     covered = np.zeros(body.shape[0], dtype=np.bool_)
     free = _Free(covered, index.min_run_tokens)
     spans: list[Span] = []
-    for run in index.find_runs(
-        body, namespace, limit, max_depth=max_depth, position=prefix_tokens, covering=True
-    ):
+    for run in _best_first(index, body, prefix_tokens, namespaces, limit, max_depth):
         for start, end in free.take(run.start, run.end):
             offset = start - run.start
             spans.append(
@@ -57,22 +61,44 @@ def plan_reuse(
         if not free:
             break
     if similar is not None and not covered.all():
-        spans += _similar_spans(similar, body, prefix_tokens, namespace, covered, max_depth)
+        spans += _similar_spans(similar, body, prefix_tokens, namespaces, covered, max_depth)
     spans.sort(key=lambda span: span.start)
     return ReusePlan(int(tokens.shape[0]), prefix_tokens, tuple(spans), scored_tokens)
+
+
+def _best_first(
+    index: RunIndex,
+    body: Int64Array,
+    prefix_tokens: int,
+    namespaces: tuple[bytes, ...],
+    limit: int,
+    max_depth: int,
+) -> Iterator[Run]:
+    """The runs of all namespaces in the order of :meth:`RunIndex.find_runs`."""
+    return heapq.merge(
+        *(
+            index.find_runs(
+                body, namespace, limit, max_depth=max_depth, position=prefix_tokens, covering=True
+            )
+            for namespace in namespaces
+        ),
+        # Stable: of equal ones the earlier namespace's comes first.
+        key=lambda run: run.rank(prefix_tokens),
+    )
 
 
 def _similar_spans(
     similar: SemanticIndex,
     body: Int64Array,
     prefix_tokens: int,
-    namespace: bytes,
+    namespaces: tuple[bytes, ...],
     covered: BoolArray,
     max_depth: int,
 ) -> list[Span]:
     free = _Free(covered, similar.settings.min_run_tokens)
     spans: list[Span] = []
-    for run in similar.find(body, namespace, covered, max_depth=max_depth):
+    found = (similar.find(body, each, covered, max_depth=max_depth) for each in namespaces)
+    for run in heapq.merge(*found, key=lambda run: (-run.length, -run.similarity)):
         for start, end in free.take(run.start, run.end):
             offset = start - run.start
             spans.append(

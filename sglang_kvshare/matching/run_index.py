@@ -55,6 +55,12 @@ class Run:
     def length(self) -> int:
         return self.end - self.start
 
+    def rank(self, position: int) -> tuple[int, int]:
+        """What :meth:`RunIndex.find_runs` orders by before all else, ascending."""
+        shift = abs(self.source - self.start - position)
+        gain = run_search.worth(np.array(self.length), np.array(shift))
+        return -int(gain), self.depth
+
 
 @dataclass
 class _Domain:

@@ -80,6 +80,12 @@ def search(arena: Arena, table: WindowTable, query: Query) -> list[Found]:
     return _Search(arena, table, query).runs()
 
 
+def worth(length: Int64Array, shift: Int64Array) -> Int64Array:
+    """How good runs of ``length`` are whose donors stood ``shift`` positions (at least 0) away."""
+    gain: Int64Array = length - np.minimum(shift // _SHIFT_TOKENS, _MOST_LOST_TOKENS)
+    return gain
+
+
 def edge_prints(last_cells: IntArray, tokens: IntArray) -> UInt32Array:
     """Fingerprint under which a child's first cell is found: its parent's last cell, its token."""
     return fingerprints(pair_sums(last_cells, tokens), 0)
@@ -292,8 +298,8 @@ class _Search:
         shift: Int64Array,
     ) -> list[int]:
         """Numbers of the runs that are returned, in order."""
-        worth = end - start - np.minimum(shift // _SHIFT_TOKENS, _MOST_LOST_TOKENS)
-        order = np.lexsort((self.arena.slot[tail], shift, start, depth, -worth))
+        gain = worth(end - start, shift)
+        order = np.lexsort((self.arena.slot[tail], shift, start, depth, -gain))
         # One run for each beginning, the first in order: other branches that stop earlier are not
         # maximal, and following a run from both of its parts finds it twice.
         beginning = (start * self.arena.slot.shape[0] + head)[order]

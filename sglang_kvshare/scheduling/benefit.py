@@ -10,10 +10,30 @@ moment. So one in many plans that it would turn away is carried out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sglang_kvshare.scheduling.forward_cost import ForwardCost, Load, Recent
 
 #: Of so many plans turned away one is carried out, to learn whether the verdict still holds.
 RETRY_EVERY = 64
+
+
+class BenefitGates:
+    """A gate for each of those that must learn nothing of each other.
+
+    What one has measured tells whether it reused anything, so that no other's verdict may rest on
+    it. Bounded by the tenants file, which names all that may ask.
+    """
+
+    def __init__(self) -> None:
+        self._gates: dict[str, BenefitGate] = {}
+
+    def of(self, domains: Collection[str]) -> BenefitGate | None:
+        """The gate of a forward of all ``domains``; ``None`` for more than one, whose time is
+        nobody's own."""
+        if len(domains) != 1:
+            return None
+        return self._gates.setdefault(next(iter(domains)), BenefitGate())
 
 
 class BenefitGate:

@@ -118,11 +118,14 @@ class Client:
         )
 
     def _refused(self, path: str, error: urllib.error.HTTPError) -> VerifyError:
+        said = _message(_parsed(error.read()))
         if error.code in (401, 403):
-            return VerifyError(f"{self.url} asks for another key than it was given: --api-key KEY")
+            # SGLang's own two words for these statuses say nothing more.
+            known = said in ("", "Unauthorized", "Forbidden")
+            hint = "--api-key KEY" if known else said
+            return VerifyError(f"{self.url} asks for another key than it was given: {hint}")
         if error.code in (404, 405):
             return VerifyError(f"no SGLang server at {self.url}: it has no {path}")
-        said = _message(_parsed(error.read()))
         if error.code in (429, 503):
             return VerifyError(f"{self.url} is busy ({error.code}): {said or 'try again later'}")
         return VerifyError(f"{self.url}{path} answered {error.code}: {said or error.reason}")

@@ -196,8 +196,14 @@ class Server:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def post(self, path: str, body: Any, timeout: float = 180) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=timeout)
+    def post(
+        self,
+        path: str,
+        body: Any,
+        timeout: float = 180,
+        headers: Mapping[str, str] | None = None,
+    ) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=timeout, headers=headers)
 
     def generate(
         self,
@@ -209,6 +215,7 @@ class Server:
         logprob_start_len: int | None = None,
         fields: Mapping[str, Any] | None = None,
         params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         **kvshare: Any,
     ) -> Answer:
         """One greedy completion of ``ids``.
@@ -217,6 +224,7 @@ class Server:
             logprob_start_len: ask for log-probabilities of the prompt from there on.
             fields: further fields of the request (``cache_salt``, ``rid``, ...).
             params: further sampling parameters.
+            headers: of the HTTP request.
             kvshare: settings of the request (``reuse``, ``recompute_ratio``, ...).
         """
         body = request_body(
@@ -228,7 +236,7 @@ class Server:
             params=params,
             kvshare=kvshare,
         )
-        response = self.post("/generate", body | dict(fields or {}))
+        response = self.post("/generate", body | dict(fields or {}), headers=headers)
         assert response.status_code == 200, (
             f"{response.status_code}: {response.text}\n{self.tail()}"
         )
@@ -249,7 +257,9 @@ class Server:
         """Empty the cache; SGLang refuses while a request is in flight, so wait for idleness."""
         deadline = time.monotonic() + 60
         while True:
-            response = self.post("/flush_cache", {})
+            admin = self.config.flag("--admin-api-key")
+            headers = {"Authorization": f"Bearer {admin}"} if admin else None
+            response = self.post("/flush_cache", {}, headers=headers)
             if response.status_code == 200:
                 return
             assert time.monotonic() < deadline, f"flush refused: {response.text}\n{self.tail()}"

@@ -3,6 +3,8 @@ differs from the others in many ways at once."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from server import ServerConfig
 
@@ -18,6 +20,8 @@ ROOM = ("--max-total-tokens", "4096", "--max-running-requests", "24")
 TIGHT = ("--max-total-tokens", "1024", "--max-running-requests", "24")
 RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "5"))
 CHUNKS = ("--chunked-prefill-size", "64")
+TENANTS = Path(__file__).with_name("tenants.yaml")
+TENANT_SECRET = "0123456789abcdef0123456789abcdef"
 NO_SEAMS = ("--kvshare-seam-tokens", "0", "--kvshare-tail-tokens", "0")
 
 
@@ -80,6 +84,16 @@ CONFIGS = _configs(
         "fp8_e4m3", "qwen3", (*EAGER, *ROOM, "--page-size", "16", "--kv-cache-dtype", "fp8_e4m3")
     ),
     ServerConfig("fp8_e5m2", "glm4", (*EAGER, *ROOM, "--kv-cache-dtype", "fp8_e5m2")),
+    ServerConfig(
+        "tenants",
+        "llama_words",
+        (
+            *(*EAGER, *ROOM, "--kvshare-tenants", str(TENANTS), "--kvshare-similar-donors"),
+            *("--enable-metrics", "--admin-api-key", "key-admin", "--enable-cache-report"),
+        ),
+        (("KVSHARE_TENANT_SECRET", TENANT_SECRET),),
+        tokenizer=True,
+    ),
     # Without --kvshare: the platform by its name, the plug-in installed or kept out.
     ServerConfig("installed", "llama", ROOM, (("SGLANG_PLATFORM", "kvshare_cpu"),), kvshare=False),
     ServerConfig(

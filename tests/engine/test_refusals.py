@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import refused_models
 from server import Server, ServerConfig, environment, refused_start
-from server_configs import ROOM
+from server_configs import ROOM, TENANT_SECRET, TENANTS
+
+from sglang_kvshare.config import ENV_TENANT_SECRET
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
@@ -60,6 +62,14 @@ MODELS = {
     "reward": ("LlamaForSequenceClassification", "reward models"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "supported are LlamaForCausalLM"),
 }
+BESIDE_TENANTS = (
+    ("--api-key servers", "--api-key"),
+    ("--schedule-policy lpm", "one tenant's hits would move another's requests"),
+    ("--grpc-port 50051", "gRPC"),
+    ("--tokenizer-worker-num 2", "tokenizer"),
+    ("--enable-custom-logit-processor", "a client's code"),
+    ("--kvshare-optional --watchdog-timeout 9", "tenants and optional do not go together"),
+)
 SERVED = ("llama", "mistral_window", "qwen2_window")
 
 
@@ -70,6 +80,7 @@ def early(tmp_path_factory):
     paths = refused_models.write(folder / "models")
     refused_models.write_hub_cache(folder / "hub")
     llama = ["--model-path", paths["llama"]]
+    tenants = ["--kvshare-tenants", str(TENANTS)]
     cases = {name: ["--model-path", path] for name, path in paths.items()}
     cases |= {flags: [*llama, *flags.split()] for flags, _ in FLAGS}
     cases |= {
@@ -85,10 +96,14 @@ def early(tmp_path_factory):
             "--kvshare-optional",
             "--enable-unified-cache-external-linker",
         ],
+        "tenants": [*llama, *tenants],
+        **{flags: [*llama, *tenants, *flags.split()] for flags, _ in BESIDE_TENANTS},
+        "tenants, no file": [*llama, "--kvshare-tenants", str(folder / "no-such-file.yaml")],
         "wrong SGLang": [*llama],
         "wrong SGLang, optional": [*llama, "--kvshare-optional"],
     }
-    config = ServerConfig("early", "llama", env=(*PLATFORM, ("HF_HUB_CACHE", str(folder / "hub"))))
+    env = (("HF_HUB_CACHE", str(folder / "hub")), (ENV_TENANT_SECRET, TENANT_SECRET))
+    config = ServerConfig("early", "llama", env=(*PLATFORM, *env))
     done = subprocess.run(
         [sys.executable, str(HERE / "early_starts.py")],
         input=json.dumps(cases),
@@ -118,6 +133,16 @@ def test_what_is_served_is_accepted(early, name):
 def test_further_ranks_and_chosen_graphs_are_accepted(early):
     assert early["ranks"]["on"]
     assert early["graphs"] == {"on": True, "tree": "kvshare", "prefill_graph": "full"}
+
+
+@pytest.mark.parametrize(("flags", "words"), BESIDE_TENANTS, ids=lambda text: text[:30])
+def test_what_does_not_go_with_tenants_is_refused(early, flags, words):
+    assert early["tenants"]["on"]
+    assert words in sentence(early[flags])
+
+
+def test_a_tenants_file_that_cannot_be_read_stops_the_start(early):
+    assert "no-such-file.yaml" in sentence(early["tenants, no file"])
 
 
 @pytest.mark.parametrize("name", MODELS)

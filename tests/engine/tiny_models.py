@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 VOCAB = 1000
 CONTEXT = 2048
@@ -53,6 +56,7 @@ class TinyModel:
         gptj: even dimensions are paired with odd ones, instead of halves.
         sandwich_norm: RMSNorm also behind attention and MLP (GLM-4).
         vocab: as large as the tokenizer that goes with it, where one does.
+        words: a tokenizer goes with it whose words are ``t0 t1 ...``, and a chat template.
     """
 
     architecture: str
@@ -72,6 +76,7 @@ class TinyModel:
     gptj: bool = False
     sandwich_norm: bool = False
     vocab: int = VOCAB
+    words: bool = False
 
     def config(self) -> dict:
         config = {
@@ -159,11 +164,26 @@ class TinyModel:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2))
         save_file(self._stored(), folder / "model.safetensors", metadata={"format": "pt"})
+        if self.words:
+            self._write_words(folder)
         return folder
+
+    def _write_words(self, folder: Path) -> None:
+        vocab = {f"t{number}": number for number in range(self.vocab)}
+        words = Tokenizer(WordLevel(vocab, unk_token="t0"))
+        words.pre_tokenizer = WhitespaceSplit()
+        words.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": "t0",
+            "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 MODELS = {
     "llama": TinyModel("LlamaForCausalLM", "llama", seed=1),
+    "llama_words": TinyModel("LlamaForCausalLM", "llama", seed=1, words=True),
     "llama3_rope": TinyModel("LlamaForCausalLM", "llama", seed=2, rope_scaling=LLAMA3_SCALING),
     "linear_rope": TinyModel("LlamaForCausalLM", "llama", seed=3, rope_scaling=LINEAR_SCALING),
     "mistral": TinyModel("MistralForCausalLM", "mistral", seed=4),

@@ -154,11 +154,23 @@ def test_what_a_launcher_hands_to_its_children_is_no_setting():
     assert resolve(env={"KVSHARE_RESOLVED": "{}", "KVSHARE_VERDICT": "x"}) == KVShareConfig()
 
 
+def test_the_tenants_secret_is_no_setting_and_stands_in_none():
+    env = {"KVSHARE_TENANT_SECRET": "0" * 64, "KVSHARE_OPERATOR_KEY": "0" * 64}
+    config = resolve(env={**env, "KVSHARE_TENANTS": "t.yaml"})
+    assert config == KVShareConfig(tenants="t.yaml")
+    assert "0" * 64 not in config.to_json()
+
+
+def test_tenants_are_not_optional():
+    with pytest.raises(ConfigError, match="tenants and optional do not go together"):
+        KVShareConfig(tenants="t.yaml", optional=True)
+
+
 def test_every_field_is_documented_and_has_bounds():
     for spec in option_fields():
         assert len(spec.metadata["doc"]) > 20, spec.name
         if isinstance(spec.default, bool):
             continue
         bounds = {"low", "high"} <= set(spec.metadata)
-        assert bounds or {"choices", "numbers"} & set(spec.metadata), spec.name
+        assert bounds or {"choices", "numbers", "path"} & set(spec.metadata), spec.name
         assert cli_flag(spec.name).startswith("--kvshare-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import yaml
@@ -105,6 +106,8 @@ def test_a_salt_needs_the_secret():
         ({"tenants": {"a": {"max_indexed_tokens": -1}}}, "tenants.a.max_indexed_tokens"),
         ({"unknown": "let in"}, "unknown.*refuse"),
         ({"tennants": {}}, "tennants"),
+        ({"operator_keys": ["plain"]}, "operator_keys.*sha256sum"),
+        ({"operator_keys": [digest("key-a")]}, "operator_keys.*key of alice"),
         ({"tenants": []}, "tenants"),
     ],
 )
@@ -113,6 +116,44 @@ def test_what_is_wrong_is_named(tmp_path, changes, named):
     path.write_text(yaml.safe_dump({**CONTENT, **changes}))
     with pytest.raises(TenantError, match=named):
         TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
+
+
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "tenants.yaml"
+    for content in (b"tenants: [\n  a: b: c\n", b"\xff\xfe\x00"):
+        path.write_bytes(content)
+        with pytest.raises(TenantError, match=r"tenants\.yaml") as refused:
+            TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
+        assert "\n" not in str(refused.value)
+
+
+def test_the_example_is_good():
+    path = Path(__file__).parents[2] / "configs" / "tenants.yaml"
+    read = TenantBook.read(path, {ENV_SECRET: SECRET.decode()})
+    assert read.tenant_of("example-key-1", None) == read.tenant_of("example-key-2", None) == "acme"
+    assert read.is_operator("example-operator-key")
+    assert not read.is_operator("example-key-1")
+    assert read.salt("legal") == read.salt("finance") != read.salt("help-page")
+    assert read.file.tenants["acme"].max_indexed_tokens == 200_000
+    with pytest.raises(UnknownTenant):
+        read.tenant_of(None, None)
+
+
+@given(names, names)
+def test_an_assigned_salt_stays_as_it_is_and_only_where_it_was_assigned(one, other):
+    tenants = book()
+    for client in (None, one):
+        salt = tenants.salt("alice", client)
+        assert tenants.salt("alice", salt) == salt
+        assert tenants.salt("bob", salt) != salt
+        assert tenants.salt("alice", salt[:32]) != salt
+        assert tenants.salt("alice", salt[:32] + other) != salt or salt[:32] + other == salt
+
+
+def test_who_may_share_has_one_name():
+    tenants = book()
+    assert tenants.may_share("bob") == tenants.may_share("carol") != tenants.may_share("alice")
+    assert tenants.may_share(None) not in {tenants.may_share(name) for name in CONTENT["tenants"]}
 
 
 def test_a_key_of_two_tenants_and_values_without_a_header_are_refused(tmp_path):
