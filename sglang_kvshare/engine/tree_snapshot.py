@@ -107,13 +107,15 @@ def snapshot(cache: Any, asked: Asked) -> dict[str, Any]:
         row["hidden_children"] = len(node.children) - shown_children[node.id]
     edges, hidden_edges = _edges(cache, set(ends))
     tokens = int(cache.evictable_size() + cache.protected_size())
+    # A mirror that failed has lost count.
+    in_tree = max(cache.mirror.nodes, len(rows))
     return {
         "pool_tokens": int(cache.token_to_kv_pool_allocator.size),
         "tokens": tokens,
-        "nodes_in_tree": cache.mirror.nodes,
+        "nodes_in_tree": in_tree,
         "indexed_tokens": int(cache.index.live_tokens),
         "index_failed": bool(cache.index_failed),
-        "hidden_nodes": max(0, cache.mirror.nodes - len(rows)),
+        "hidden_nodes": in_tree - len(rows),
         "hidden_tokens": tokens - sum(row["tokens"] for row in rows),
         "hidden_edges": hidden_edges,
         "namespaces": [
