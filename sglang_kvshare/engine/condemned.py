@@ -15,7 +15,7 @@ Seams: ``RadixCache`` (``_delete_leaf``, ``dec_lock_ref``), ``TreeNode.lock_ref`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,26 +52,37 @@ class Condemned:
     def clear(self) -> None:
         self._left = 0
 
-    def take(self, top: TreeNode) -> list[TreeNode]:
-        """Condemn ``top`` and what hangs below it; what is not locked leaves at once.
+    def take(self, tops: Iterable[TreeNode]) -> list[TreeNode]:
+        """Condemn ``tops`` and what hangs below them; what is not locked leaves at once.
 
         Returns:
-            the nodes that are condemned now and were not before, parents first.
+            the nodes that are condemned now and were not before.
         """
+        parts = [part for top in tops if (part := self._condemn(top))]
+        nodes = [node for part in parts for node in part]
+        if not nodes:
+            return []
+        self._left += len(nodes)
+        self._cache.mirror.retire(nodes)
+        # A part that hangs below another one was taken before it.
+        children_first = (node for part in parts for node in reversed(part))
+        self._delete([node for node in children_first if not node.lock_ref])
+        # What donors' locks still hold leaves with these.
+        self._cache.donors.release_where(is_condemned)
+        return nodes
+
+    def _condemn(self, top: TreeNode) -> list[TreeNode]:
+        """Parents before their children."""
         if is_condemned(top):
             return []
-        nodes = list(_with_all_below(top))
-        new = [node for node in nodes if not is_condemned(node)]
-        for node in new:
+        nodes = list(_not_yet_condemned(top))
+        for node in nodes:
             # By its own key; a branch was never told of.
             self._cache.kv_events.record_remove(node)
         self._hide(top)
-        for node in new:
+        for node in nodes:
             setattr(node, _ATTRIBUTE, True)
-        self._left += len(new)
-        self._cache.mirror.retire(new)
-        self._delete([node for node in reversed(nodes) if not node.lock_ref])
-        return new
+        return nodes
 
     def unlocked(self, node: TreeNode) -> None:
         """A lock on ``node``, and so on all above it, has been given back."""
@@ -103,18 +114,19 @@ class Condemned:
         """Children first."""
         if not nodes:
             return
+        slots = torch.cat([node.value for node in nodes])
         if self.overwrite is not None:
-            self.overwrite(torch.cat([node.value for node in nodes]))
+            self.overwrite(slots)
+        # As eviction does: what the tree holds are copies of whole pages of a row.
+        self._cache.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
         for node in nodes:
-            # As eviction does: what the tree holds are copies of whole pages of a row.
-            self._cache.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
             self._cache._delete_leaf(node)
         self._left -= len(nodes)
 
 
-def _with_all_below(top: TreeNode) -> Iterator[TreeNode]:
+def _not_yet_condemned(top: TreeNode) -> Iterator[TreeNode]:
     stack = [top]
     while stack:
         node = stack.pop()
         yield node
-        stack += node.children.values()
+        stack += [child for child in node.children.values() if not is_condemned(child)]

@@ -50,6 +50,8 @@ class IndexMirror:
         self._max_depth = max_depth
         self._on_fault = on_fault
         self._nodes: dict[int, TreeNode] = {}
+        #: Numbers of nodes that are in the tree and of which nothing is in the indices.
+        self._retired: set[int] = set()
         self.similar_failed = False
 
     @property
@@ -66,6 +68,7 @@ class IndexMirror:
         self.index.clear()
         self._clear_ledger()
         self._nodes.clear()
+        self._retired.clear()
         self.failed = False
         self.similar_failed = False
         self._similar_follows(lambda similar: similar.clear())
@@ -88,8 +91,8 @@ class IndexMirror:
         """No token of ``nodes`` is a donor any more; they are still in the tree."""
 
         def change() -> None:
-            for node in nodes:
-                self._discard(_slots(node))
+            self._discard(np.concatenate([_slots(node) for node in nodes]))
+            self._retired.update(node.id for node in nodes)
 
         self._follow(change)
 
@@ -135,7 +138,10 @@ class IndexMirror:
         """``node`` has left the tree."""
 
         def change() -> None:
-            self._discard(_slots(node))
+            if node.id in self._retired:
+                self._retired.remove(node.id)
+            else:
+                self._discard(_slots(node))
             del self._nodes[node.id]
 
         self._follow(change)

@@ -159,12 +159,12 @@ class Retention:
         of this step holds it."""
         due = self.nodes.due(self.clock())
         if due:
-            self._condemn(due)
+            self.condemned.take(due)
 
     def forget(self, tenant: str) -> Forgotten:
         """Condemn all text of ``tenant``; running requests of it publish nothing any more."""
         self._epochs[tenant] += 1
-        nodes = self._condemn(self.nodes.nodes_of(tenant))
+        nodes = self.condemned.take(self.nodes.nodes_of(tenant))
         gone = [node for node in nodes if not node.lock_ref]
         left_nodes, in_tree, in_index, windows = self._left(tenant)
         return Forgotten(
@@ -177,16 +177,6 @@ class Retention:
             left_windows=windows,
             overwritten=self.condemned.overwrite is not None,
         )
-
-    def _condemn(self, tops: list[TreeNode]) -> list[TreeNode]:
-        if not tops:
-            return []
-        nodes: list[TreeNode] = []
-        for top in tops:
-            # Of an insertion that hung below another one nothing may be left to take.
-            nodes += self.condemned.take(top)
-        self._cache.donors.release_where(is_condemned)
-        return nodes
 
     def _left(self, tenant: str) -> tuple[int, int, int, int]:
         """A walk over all of the tree and all of both indices: nodes, tokens, tokens, windows."""

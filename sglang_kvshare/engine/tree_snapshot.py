@@ -26,7 +26,7 @@ from sglang_kvshare.engine.tenant_nodes import tenant_of
 from sglang_kvshare.matching.namespace import Namespace
 
 #: Nodes that are looked at for one snapshot.
-MOST_SEEN = 50_000
+MOST_SEEN = 20_000
 _DIGEST_BYTES = 5
 
 
@@ -140,22 +140,23 @@ def _most_recent(root: TreeNode, names: _Names, asked: Asked) -> list[TreeNode]:
 
     def look_at(children: Iterable[TreeNode]) -> None:
         nonlocal seen
+        # The youngest come first.
         for child in islice(children, MOST_SEEN - seen):
             seen += 1
             if wanted is None or names.of(child.key) in wanted:
                 heapq.heappush(waiting, (-child.last_access_time, next(tie), child))
 
-    look_at(root.children.values())
+    look_at(reversed(root.children.values()))
     while waiting and len(taken) < asked.most:
         node = heapq.heappop(waiting)[2]
         taken.append(node)
-        look_at(node.children.values())
+        look_at(reversed(node.children.values()))
     return taken
 
 
 def _namespaces_called(name: str, root: TreeNode, names: _Names) -> set[str]:
     called: Mapping[str, set[str]] = defaultdict(set)
-    for child in islice(root.children.values(), MOST_SEEN):
+    for child in islice(reversed(root.children.values()), MOST_SEEN):
         digest = names.of(child.key)
         for one in {digest, tenant_of(child)} - {None}:
             called[one].add(digest)

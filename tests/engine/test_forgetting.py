@@ -94,7 +94,7 @@ def test_a_request_on_top_of_forgotten_text_keeps_its_slots_to_itself():
     while req in machine.prefilling():
         machine.extend(req, 4)
         check(machine)
-    machine.decode(SimpleNamespace(draw=lambda _: req), 1)
+    machine.decode_one(req, 1)
     req.done = True
     machine.let_go(req, checkpoint=True)
     check(machine)
@@ -284,7 +284,7 @@ def test_the_operator_is_told_what_running_requests_hold():
     served(machine, DONOR, "ttl")
     req = arrived(machine, [*DONOR, 3, 3], "ttl")
     machine.admit(chunk=1000, another_match=False)
-    machine.decode(SimpleNamespace(draw=lambda _: req), 1)
+    machine.decode_one(req, 1)
     told = asked(machine, {"what": "forget", "tenant": "ttl"})
     assert (told["running_requests"], told["left_in_running_requests"]) == (1, 1)
     assert told["left_tokens"] == len(DONOR) + 2 + 1

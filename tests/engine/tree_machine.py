@@ -152,7 +152,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         self.cache = KVShareRadixCache(
             params, config, layers=LAYERS, embeddings=embeddings, limits=limits
         )
-        self.now_s = 0.0
+        self.now_s = self.step_s = 0.0
         self.cache.retention.clock = lambda: self.now_s
         self.cache.retention.condemned.overwrite = self.overwrite
         #: When each slot of the tree came into it.
@@ -222,7 +222,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         from sglang_kvshare.engine.admission import plan_admitted
         from sglang_kvshare.engine.state import state_of
 
-        self.cache.retention.expire()
+        self.step()
         req = self.waiting.pop(0)
         req.refresh()
         ids = req.full_untruncated_fill_ids
@@ -236,6 +236,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         if state_of(req).options.reuse == "off":
             assert match.device_prefix_len == 0
             assert match.last_device_node is self.cache.root_node
+        assert not self.condemned(match.last_device_node)
         req.prefix_len = match.device_prefix_len
         req.last_node = match.last_device_node
         req.kv.cache_protected_len = req.prefix_len
@@ -379,9 +380,11 @@ class TreeCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decoding())
     @rule(data=st.data(), token=st.integers(0, 2))
     def decode(self, data, token):
+        self.decode_one(data.draw(st.sampled_from(self.decoding())), token)
+
+    def decode_one(self, req, token):
         from sglang_kvshare.engine.state import state_of
 
-        req = data.draw(st.sampled_from(self.decoding()))
         position = req.kv.kv_committed_len
         if position >= CONTEXT - 1:
             return
@@ -473,7 +476,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         domain = data.draw(st.sampled_from(DOMAINS))
         req = FakeReq("look", array("q", tokens), *domain, kv=None)
         req.refresh()
-        self.cache.retention.expire()
+        self.step()
         serving = self.serving_slots()
         locks = {n.id: n.lock_ref for n in self.nodes()}
         plans = [self.cache.plan(req) for _ in range(3)]
@@ -501,6 +504,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
     def step(self):
         """The scheduler begins a pass."""
         self.cache.retention.expire()
+        self.step_s = self.now_s
 
     @rule(tenant=st.sampled_from(TENANTS))
     def forget(self, tenant):
@@ -531,6 +535,33 @@ class TreeCacheMachine(RuleBasedStateMachine):
         assert (told.left_in_index, told.left_windows) == (0, 0)
         if not self.live:
             assert not left
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), whose=st.sampled_from(["request", "prefix"]), end=st.booleans())
+    def forget_under_a_request(self, data, whose, end):
+        """While it runs: its own tenant, or the one whose text it found."""
+        from sglang_kvshare.engine.state import state_of
+        from sglang_kvshare.engine.tenant_nodes import tenant_of
+
+        req = data.draw(st.sampled_from(self.live))
+        state = state_of(req)
+        tenant = state.tenant if whose == "request" else tenant_of(req.last_node)
+        if tenant is None:
+            return
+        decoding = req in self.decoding()
+        if decoding:
+            self.decode_one(req, 2)
+        if req not in self.live:
+            return
+        self.forget(tenant)
+        self.what_is_forgotten_serves_nobody_and_leaves()
+        if req in self.prefilling():
+            self.extend(req, 16)
+        elif end:
+            self.decode_one(req, 1)
+            if req in self.live:
+                req.done = True
+                self.let_go(req, checkpoint=True)
 
     def overwrite(self, slots):
         assert not set(slots.tolist()) & self.row_slots()
@@ -563,7 +594,11 @@ class TreeCacheMachine(RuleBasedStateMachine):
         assert all(node.lock_ref for node in condemned)
         assert self.cache.retention.condemned.nodes == len(condemned)
         assert all(self.condemned(child) for node in condemned for child in node.children.values())
-        assert not self.forgotten & self.serving_slots()
+        serving = self.serving_slots()
+        assert not self.forgotten & serving
+        for slot in serving:
+            if self.written[slot].tenant == "ttl":
+                assert self.step_s < self.since_s[slot] + TTL_S
         # Nothing of it stays in the pool's memory either.
         assert self.forgotten - held - self.row_slots() <= self.overwritten
         for node in condemned:
