@@ -55,7 +55,7 @@ class Tenant(BaseModel):
             the header, and to strip what clients send.
         sharing: ``private``, ``group:NAME`` or ``public``.
         max_indexed_tokens: cached tokens that may serve as donors; beyond that the oldest leave.
-        ttl_s: seconds after which what was cached serves as a donor no more.
+        ttl_s: seconds after which what was cached serves nobody any more, not even as a prefix.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -48,9 +48,9 @@ class RequestState:
     Attributes:
         options: the request's settings.
         tenant: whose it is; ``None`` where tenants are not told apart, and for unknown ones.
+        epoch: how often the tenant had been forgotten when the prefill began.
         domain: equal for requests that may share with each other by their tenants' classes.
         shared_namespaces: where it finds donors besides its own namespace.
-        epoch: how often the tenant had been forgotten when the prefill began.
         placement: donor values that are still to be placed; ``None`` when there are none left.
         donor_locks: tree locks that keep the donors of ``placement`` in the tree.
         pending: how the tokens of ``placement`` that are recomputed will be chosen, where that is

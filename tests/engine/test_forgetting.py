@@ -104,6 +104,26 @@ def test_a_request_on_top_of_forgotten_text_keeps_its_slots_to_itself():
     assert machine.nodes()
 
 
+def test_a_plan_lets_go_of_a_forgotten_donor():
+    """What was not copied yet is computed; the donor is gone at once."""
+    from sglang_kvshare.engine.state import state_of
+
+    for forgotten, reused in (("quota", 2 * len(PASSAGE)), ("ttl", 0)):
+        machine = fresh()
+        served(machine, DONOR, "ttl")
+        req = arrived(machine, [*[3] * 8, *PROMPT], None)
+        machine.admit(chunk=8, another_match=False)
+        assert machine.cache.held_donor_locks == 1
+        told = machine.cache.retention.forget(forgotten)
+        # Positive control: to forget somebody else changes nothing.
+        assert machine.cache.held_donor_locks == (forgotten == "quota")
+        assert told.left_in_tree == 0
+        while req in machine.prefilling():
+            machine.extend(req, 1000)
+        assert state_of(req).placed_tokens == reused
+        check(machine)
+
+
 def test_others_text_behind_a_tenants_goes_with_it_and_is_counted():
     machine = fresh()
     served(machine, DONOR, "ttl")

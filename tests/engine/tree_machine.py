@@ -211,6 +211,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
 
     def write(self, slot, written):
         self.written[slot] = written
+        # A slot may leave the tree and come back within one rule.
+        self.since_s.pop(slot, None)
         self.forgotten.discard(slot)
         self.overwritten.discard(slot)
 
@@ -543,13 +545,19 @@ class TreeCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), whose=st.sampled_from(["request", "prefix"]), end=st.booleans())
     def forget_under_a_request(self, data, whose, end):
-        """While it runs: its own tenant, or the one whose text it found."""
+        """While it runs: its own tenant, or one whose text it found."""
         from sglang_kvshare.engine.state import state_of
         from sglang_kvshare.engine.tenant_nodes import tenant_of
 
         req = data.draw(st.sampled_from(self.live))
         state = state_of(req)
-        tenant = state.tenant if whose == "request" else tenant_of(req.last_node)
+        path = [req.last_node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        found = [name for name in map(tenant_of, path) if name not in (None, state.tenant)]
+        tenant = state.tenant
+        if found and (whose == "prefix" or tenant is None):
+            tenant = data.draw(st.sampled_from(found))
         if tenant is None:
             return
         decoding = req in self.decoding()
