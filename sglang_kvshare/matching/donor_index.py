@@ -17,6 +17,7 @@ FAISS runs in the caller's thread alone. Its OpenMP may be torch's, and then
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ class Similar:
     similarity: Float32Array
 
 
+#: Of a window's number as Python's integer.
+_NUMBER_BYTES = 32
+
+
 class DonorIndex:
     """Sketches of every namespace, searchable by similarity.
 
@@ -83,10 +88,17 @@ class DonorIndex:
         return len(self._partitions)
 
     @property
-    def nbytes(self) -> int:
+    def sketch_bytes(self) -> int:
         """Bytes of the sketches and their numbers, those of an index in the making included."""
         rows = sum(part.rows for part in self._partitions.values())
         return rows * (self.dims * 4 + 8)
+
+    @property
+    def nbytes(self) -> int:
+        """The same and the maps of windows, which do not shrink when windows leave."""
+        maps = sum(sys.getsizeof(part.living) for part in self._partitions.values())
+        maps += sys.getsizeof(self._namespace_of) + self.windows * _NUMBER_BYTES
+        return self.sketch_bytes + maps
 
     def add(self, namespace: bytes, windows: Int64Array, sketches: Float32Array) -> None:
         """Add windows by number.
