@@ -42,7 +42,7 @@ class ReuseEdge:
         start: position of the span in the prompt.
         source: position of the donor's first token in its own sequence.
         length: tokens.
-        last_slot: KV slot of the donor's last token.
+        last_slot, last_token: KV slot of the donor's last token, and its id.
         kind, similarity: see :class:`sglang_kvshare.plan.Span`.
         hits: plans that it was part of.
         deviation: measured at the check layer when it served last, as a share of the values' size;
@@ -55,6 +55,7 @@ class ReuseEdge:
     source: int
     length: int
     last_slot: int
+    last_token: int
     kind: str
     similarity: float
     hits: int = 1
@@ -133,6 +134,9 @@ class ReuseEdges:
                 continue
             if edge.length < _LEAST_RUNS * self._runs.min_run_tokens:
                 continue
+            # Most edges of a node end otherwise, which is found in a hundredth of the time.
+            if tokens[start + edge.length - 1] != edge.last_token:
+                continue
             span = self._taken(edge, tokens, start, start - edge_of_taken, max_depth)
             if span is None:
                 continue
@@ -178,17 +182,19 @@ class ReuseEdges:
         self._namespaces.setdefault(anchor, set()).add(namespace)
         longest = sorted(spans, key=lambda span: (-span.length, span.start))[: self._per_node]
         for span in longest:
+            last_slot = int(span.slots[-1])
+            known = edges.pop((span.start, last_slot, span.length), None)
             edge = ReuseEdge(
                 anchor,
                 namespace,
                 span.start,
                 span.source,
                 span.length,
-                int(span.slots[-1]),
+                last_slot,
+                self._token_of(last_slot) if known is None else known.last_token,
                 span.kind,
                 span.similarity,
             )
-            known = edges.pop(edge.mark, None)
             if known is None:
                 self._ending.setdefault(edge.last_slot, set()).add((key, edge.mark))
                 self._ends[edge.last_slot] = True
@@ -247,6 +253,9 @@ class ReuseEdges:
         self._torn = False
 
     # --- details -----------------------------------------------------------------------------
+
+    def _token_of(self, slot: int) -> int:
+        return int(self._runs.around(slot, 0, 0).tokens[0])
 
     def _stands(self, edge: ReuseEdge) -> bool:
         """All of the donor is in the index."""
