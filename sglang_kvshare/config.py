@@ -220,7 +220,8 @@ class KVShareConfig:
     donor_weight: float = _option(
         1.0,
         "How much longer nodes stay that served as donors: of u uses they are evicted after all "
-        "nodes of a lower floor(donor_weight * log2(1 + u)). 0: SGLang's order.",
+        "nodes of a lower floor(donor_weight * log2(1 + u)). 0: SGLang's order, for servers that "
+        "mostly chat: donors take room from prefixes.",
         low=0.0,
         high=64.0,
     )
