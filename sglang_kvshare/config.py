@@ -112,7 +112,8 @@ class KVShareConfig:
     )
     seam_tokens: int = _option(
         8,
-        "Tokens at the start of every span that are recomputed when recompute_ratio is above 0.",
+        "Tokens at the start of a span, and of those that continue it behind a short edit, that "
+        "are recomputed when recompute_ratio is above 0.",
         low=0,
         high=4096,
     )

@@ -46,7 +46,7 @@ def passages_in(files: Iterable[Path]) -> Iterator[Passage]:
         if path.suffix != ".jsonl":
             yield _named(str(path), content)
             continue
-        for number, line in enumerate(content.splitlines(), 1):
+        for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 yield _named(f"{path}:{number}", _text(f"{path}:{number}", line))
 

@@ -15,6 +15,7 @@ Seams: ``RadixCache`` (``_delete_leaf``, ``dec_lock_ref``), ``TreeNode.lock_ref`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_kvshare.engine import branches
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_kvshare_condemned"
 
@@ -41,6 +44,8 @@ class Condemned:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.overwrite: Callable[[torch.Tensor], None] | None = None
+        #: What left since the last question was overwritten, if anything is.
+        self.overwrites = True
         self._count = 0
         self._left = 0
 
@@ -116,7 +121,12 @@ class Condemned:
             return
         slots = torch.cat([node.value for node in nodes])
         if self.overwrite is not None:
-            self.overwrite(slots)
+            try:
+                self.overwrite(slots)
+            except Exception:
+                logger.exception("KVShare could not overwrite %d slots with zeros", len(slots))
+                self.overwrites = False
+                self._cache.fault("retention")
         # As eviction does: what the tree holds are copies of whole pages of a row.
         self._cache.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
         for node in nodes:

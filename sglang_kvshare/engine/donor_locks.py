@@ -25,7 +25,8 @@ class DonorLocks:
     def __init__(self, lock: Callable[[TreeNode], Any], unlock: Callable[[Any], None]) -> None:
         self._lock = lock
         self._unlock = unlock
-        self._holders: set[RequestState] = set()
+        #: In the order of their coming: on every rank slots are given back in the same one.
+        self._holders: dict[RequestState, None] = {}
 
     def __len__(self) -> int:
         return sum(len(state.donor_locks) for state in self._holders)
@@ -49,7 +50,7 @@ class DonorLocks:
         for node in (*owners.values(), *parents.values()):
             node.last_access_time = time.monotonic()
         donors = [node for number, node in owners.items() if number not in parents]
-        self._holders.add(state)
+        self._holders[state] = None
         for node in donors:
             state.donor_locks.append(self._lock(node))
         state.placement = placement
@@ -58,7 +59,7 @@ class DonorLocks:
     def release(self, state: RequestState) -> None:
         """Let go of a request's donors; what was not placed yet is computed. Idempotent."""
         locks, state.donor_locks, state.placement = state.donor_locks, [], None
-        self._holders.discard(state)
+        self._holders.pop(state, None)
         for lock in locks:
             self._unlock(lock)
 

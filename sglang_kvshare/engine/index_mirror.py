@@ -110,12 +110,18 @@ class IndexMirror:
         self._follow(change)
 
     def _discard(self, slots: Int64Array) -> None:
+        if not slots.shape[0]:
+            return
         self._similar_follows(lambda similar: similar.remove(slots))
         self.index.discard(slots)
         if self.ledger is not None:
             self.ledger.removed(slots)
         self.edges.slots_gone(slots)
         self.edges.recheck()
+
+    def relearn(self, namespaces: Iterable[bytes]) -> None:
+        """Text of ``namespaces`` was forgotten: nothing of it weighs in sketches any more."""
+        self._similar_follows(lambda similar: similar.relearn(namespaces))
 
     def give_up_similar(self) -> None:
         """No similar donors until the next flush."""
@@ -176,10 +182,11 @@ class IndexMirror:
         slots, tokens = _slots(leaf), int64(leaf.key.raw_token_ids())
         end = path_tokens(leaf)
         begin = end - tokens.shape[0]
-        namespace = _namespace(leaf.key)
+        namespace = namespace_of(leaf.key)
         above = leaf.parent
         # The root's value is an empty list.
         before = int(above.value[-1]) if len(above.value) else -1
+        beyond_quota: list[Int64Array] = []
         for start, stop in _computed(begin, end, placed):
             part = slice(start - begin, stop - begin)
             parent = before if start == begin and before >= 0 and self.index.holds(before) else -1
@@ -188,7 +195,8 @@ class IndexMirror:
             )
             self._similar_follows(_insertion(namespace, tokens[part], slots[part]))
             if tenant is not None and self.ledger is not None:
-                self._discard(self.ledger.inserted(tenant, slots[part]))
+                beyond_quota.append(self.ledger.inserted(tenant, slots[part]))
+        self._discard(np.concatenate([*beyond_quota, slots[:0]]))
 
     def _similar_follows(self, change: Callable[[SemanticIndex], None]) -> None:
         if self._similar is None or self.similar_failed:
@@ -226,7 +234,8 @@ def _computed(begin: int, end: int, placed: Int64Array) -> list[tuple[int, int]]
     return [(int(edges[gap]) + 1, int(edges[gap + 1])) for gap in gaps]
 
 
-def _namespace(key: RadixKey) -> bytes:
+def namespace_of(key: RadixKey) -> bytes:
+    """Of a node's key, in a branch or not."""
     # `extra_key` holds the caller's key and the adapter, already apart (`Namespace.tree_key`).
     return Namespace(key.cache_salt, untagged(key.extra_key)).encode()
 

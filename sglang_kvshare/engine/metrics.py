@@ -38,6 +38,7 @@ STEPS = (
     "index",
     "similar",
     "edges",
+    "retention",
     "refresh",
 )
 #: What finds cached tokens: runs of equal tokens, similar windows, and reuse edges, which spare the

@@ -9,6 +9,7 @@ Seam: ``Scheduler.get_next_batch_to_run``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,10 +20,13 @@ import torch
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang_kvshare.engine.condemned import Condemned, is_condemned
+from sglang_kvshare.engine.index_mirror import namespace_of
 from sglang_kvshare.engine.state import RequestState
 from sglang_kvshare.engine.support import Unsupported
 from sglang_kvshare.engine.tenant_nodes import TenantNodes, tenant_of
 from sglang_kvshare.tenants import Tenant
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,11 @@ def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of ``Scheduler.get_next_batch_to_run``: the only place where time passes."""
     retention = getattr(self.tree_cache, "retention", None)
     if isinstance(retention, Retention):
-        retention.expire()
+        try:
+            retention.expire()
+        except Exception:
+            logger.exception("KVShare could not take away text that is past its time")
+            self.tree_cache.fault("retention")
     return original(self, *args, **kwargs)
 
 
@@ -164,7 +172,9 @@ class Retention:
     def forget(self, tenant: str) -> Forgotten:
         """Condemn all text of ``tenant``; running requests of it publish nothing any more."""
         self._epochs[tenant] += 1
+        self.condemned.overwrites = True
         nodes = self.condemned.take(self.nodes.nodes_of(tenant))
+        self._cache.mirror.relearn({namespace_of(node.key) for node in nodes})
         gone = [node for node in nodes if not node.lock_ref]
         left_nodes, in_tree, in_index, windows = self._left(tenant)
         return Forgotten(
@@ -175,7 +185,7 @@ class Retention:
             left_in_tree=in_tree,
             left_in_index=in_index,
             left_windows=windows,
-            overwritten=self.condemned.overwrite is not None,
+            overwritten=self.condemned.overwrite is not None and self.condemned.overwrites,
         )
 
     def _left(self, tenant: str) -> tuple[int, int, int, int]:

@@ -29,6 +29,8 @@ from sglang_kvshare.matching.namespace import Namespace
 #: Nodes that are looked at for one snapshot.
 MOST_SEEN = 20_000
 _DIGEST_BYTES = 5
+#: Reuse edges that a snapshot looks at.
+_MOST_EDGES = 2000
 
 
 class UnknownNamespace(ValueError):
@@ -173,12 +175,11 @@ def _namespaces_called(name: str, root: TreeNode, names: _Names) -> set[str]:
 def _edges(cache: Any, names: _Names, shown: set[int]) -> tuple[list[dict[str, Any]], int]:
     """Reuse edges between nodes that are shown, and the number of the others."""
     root = cache.root_node.id
-    told, hidden = [], 0
-    edges = list(cache.mirror.edges)
+    told: list[dict[str, Any]] = []
+    edges = cache.mirror.edges.latest(_MOST_EDGES)
     donors = cache.index.nodes_of(np.array([edge.last_slot for edge in edges], dtype=np.int64))
     for edge, donor in zip(edges, donors.tolist(), strict=True):
         if donor not in shown or edge.anchor not in shown:
-            hidden += 1
             continue
         told.append(
             {
@@ -194,4 +195,4 @@ def _edges(cache: Any, names: _Names, shown: set[int]) -> tuple[list[dict[str, A
                 "namespace": names.of_encoded(edge.namespace),
             }
         )
-    return told, hidden
+    return told, len(cache.mirror.edges) - len(told)

@@ -155,6 +155,11 @@ class DonorIndex:
             del self._namespace_of[number]
         return np.array(numbers, dtype=np.int64)
 
+    def numbers(self, namespace: bytes) -> Int64Array:
+        """int64: the windows of a namespace, in the order of their coming."""
+        part = self._partitions.get(namespace)
+        return np.array([] if part is None else list(part.living), dtype=np.int64)
+
     def clear(self) -> None:
         self._partitions.clear()
         self._namespace_of.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -98,6 +99,16 @@ class ReuseEdges:
             for edge in edges.values():
                 if not self._torn or self._stands(edge):
                     yield edge
+
+    def latest(self, most: int) -> list[ReuseEdge]:
+        """At most so many whose donor is whole, behind the nodes that were used last."""
+        whole = (
+            edge
+            for edges in reversed(self._behind.values())
+            for edge in reversed(edges.values())
+            if not self._torn or self._stands(edge)
+        )
+        return list(islice(whole, most))
 
     # --- lookup ------------------------------------------------------------------------------
 

@@ -6,12 +6,14 @@
                   == x ====== xx === x ===        aligned: most of the window, in long enough blocks
 
 Runs of equal tokens that the run index cannot see, because an edit cuts them short, are found here.
-A donor's window is known by the slot of its last token: a path loses its tokens from the end, so
-that a window is whole for as long as that slot is in the index.
+A donor's window is known by the slot of its last token. A path loses its tokens from the end, so
+that a window is whole for as long as that slot is in the index; where a quota took its beginning,
+what is left of it is aligned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -105,6 +107,23 @@ class SemanticIndex:
         self._length[ends] = 0
         for namespace in self._donors.remove(ends):
             del self._rarity[namespace]
+
+    def relearn(self, namespaces: Iterable[bytes]) -> None:
+        """How rare tokens are in ``namespaces`` is counted anew, from what is there now.
+
+        Looks at all of their windows.
+        """
+        for namespace in namespaces:
+            if namespace not in self._rarity:
+                continue
+            rarity = self._rarity[namespace] = TokenRarity()
+            found = [
+                self._runs.around(slot, int(self._length[slot]) - 1, 0).tokens
+                for slot in self._donors.numbers(namespace).tolist()
+            ]
+            ends = np.cumsum([tokens.shape[0] for tokens in found], dtype=np.int64)
+            starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+            rarity.observe(np.concatenate(found).astype(np.int64), Windows(starts, ends))
 
     def clear(self) -> None:
         self._length.fill(0)

@@ -193,7 +193,20 @@ class Sketcher:
         windows = windows_of(tokens.shape[0], self.size_tokens) if wanted is None else wanted
         if not len(windows):
             return windows, np.zeros((0, self.dims), dtype=np.float32)
-        # Each row is read at most twice: windows that meet at a block's edge share its sum.
+        overlap = (windows.start[1:] < windows.end[:-1]).any()
+        size = int(windows.end[0] - windows.start[0])
+        if overlap or (windows.end - windows.start != size).any():
+            sums = self._of_overlapping(tokens, rarity, windows)
+        else:
+            ids = tokens[windows.start[:, None] + np.arange(size)]
+            weights = rarity.weights(ids.ravel()).reshape(-1, 1, size)
+            sums = (weights @ self._table[ids])[:, 0]
+        return of_unit_length(windows, sums)
+
+    def _of_overlapping(
+        self, tokens: Int64Array, rarity: TokenRarity, windows: Windows
+    ) -> Float32Array:
+        """fp32 ``[w, dims]``; windows that share a stretch share its sum."""
         cuts = np.unique(np.concatenate([windows.start, windows.end]))
         tokens = tokens[: cuts[-1]]
         weighted = self._table[tokens] * rarity.weights(tokens)[:, None]
@@ -203,7 +216,8 @@ class Sketcher:
         for further in range(1, int((last - first).max())):
             more = first + further < last
             sums[more] += blocks[first[more] + further]
-        return of_unit_length(windows, sums)
+        told: Float32Array = sums
+        return told
 
 
 def _changes(values: Int64Array) -> BoolArray:

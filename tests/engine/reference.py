@@ -280,11 +280,12 @@ def spared_positions(
 
     Ratio 0 recomputes none and ratio 1 all; in between the first ``max(seam, ceil(ratio * m))``
     of each span of ``m`` tokens and the prompt's last ``tail_tokens``. Spans that continue the one
-    before have no seam.
+    before have what is left of its seam.
     """
-    spared = {}
+    spared, first = {}, 0
     for number, match in enumerate(matches):
-        seam = 0 if continues(matches, number) else seam_tokens
+        first = first if continues(matches, number) else match.start
+        seam = max(0, first + seam_tokens - match.start)
         width = max(seam, math.ceil(ratio * match.length))
         for offset in range(match.length):
             position = match.start + offset

@@ -37,12 +37,14 @@ class Case:
     def forced(self) -> set[int]:
         if self.ratio == 0:
             return set()
-        seams = {
-            match.start + offset
-            for number, match in enumerate(self.matches)
-            for offset in range(min(self.seam_tokens, match.length))
-            if not continues(self.matches, number)
-        }
+        seams, first = set(), 0
+        for number, match in enumerate(self.matches):
+            first = first if continues(self.matches, number) else match.start
+            seams |= {
+                position
+                for position in range(match.start, match.start + match.length)
+                if position < first + self.seam_tokens
+            }
         tail = range(len(self.prompt) - self.tail_tokens, len(self.prompt))
         return seams | (set(tail) & set(self.placed))
 

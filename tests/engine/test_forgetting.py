@@ -331,3 +331,35 @@ def test_a_fault_is_an_answer_and_the_scheduler_lives_on():
     machine.cache.index.tokens_by_node = None
     told = asked(machine, tree_question())
     assert (told["status"], told["error"].split(":")[0]) == (500, "TypeError")
+
+
+def test_what_cannot_be_overwritten_leaves_all_the_same_and_is_told():
+    machine = fresh()
+    served(machine, DONOR, "ttl", SALT)
+    served(machine, [5, *PASSAGE, 6], None)
+
+    def fail(slots):
+        raise RuntimeError("injected")
+
+    machine.cache.retention.condemned.overwrite = fail
+    told = machine.cache.retention.forget("ttl")
+    assert (told.left_in_tree, told.left_in_index, told.overwritten) == (0, 0, False)
+    assert told.removed_tokens == len(DONOR)
+    assert machine.faults == ["retention"]
+    machine.slots_are_conserved()
+    machine.cache.retention.condemned.overwrite = machine.overwrite
+    assert machine.cache.retention.forget("ttl").overwritten
+
+
+def test_time_that_cannot_pass_ends_no_step(monkeypatch):
+    from sglang_kvshare.engine.retention import Retention, step
+
+    machine = fresh()
+
+    def fail(self):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Retention, "expire", fail)
+    scheduler = SimpleNamespace(tree_cache=machine.cache)
+    assert step(lambda self: "the batch", scheduler) == "the batch"
+    assert machine.faults == ["retention"]

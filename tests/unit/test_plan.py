@@ -51,9 +51,10 @@ def select(name, plan, settings):
 
 def slow_seams(plan, settings):
     """The definition, token by token."""
-    marked = []
+    marked, first = [], 0
     for part in plan.spans:
-        seam_tokens = 0 if part.continues else settings.seam_tokens
+        first = first if part.continues else part.start
+        seam_tokens = max(0, first + settings.seam_tokens - part.start)
         width = max(seam_tokens, int(np.ceil(settings.recompute_ratio * part.length)))
         for position in range(part.start, part.end):
             seam = position < part.start + width

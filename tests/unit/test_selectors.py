@@ -52,13 +52,14 @@ def signals(plan, seed=0):
 def slow_forced(plan, settings):
     if settings.recompute_ratio == 0 and settings.recompute_error == 1:
         return set()
-    return {
-        position
-        for part in plan.spans
-        for position in range(part.start, part.end)
-        if (position < part.start + settings.seam_tokens and not part.continues)
-        or position > plan.scored_from - settings.tail_tokens
-    }
+    forced, first = set(), 0
+    for part in plan.spans:
+        first = first if part.continues else part.start
+        for position in range(part.start, part.end):
+            in_tail = position > plan.scored_from - settings.tail_tokens
+            if position < first + settings.seam_tokens or in_tail:
+                forced.add(position)
+    return forced
 
 
 def slow_choice(plan, scores, settings):

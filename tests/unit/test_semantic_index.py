@@ -272,6 +272,24 @@ def test_equal_histories_give_equal_answers(seed):
     assert told[0] == told[1]
 
 
+def test_what_is_relearned_is_what_a_cache_without_the_forgotten_would_know():
+    cache, other = Cache(), Cache()
+    gone = cache.insert(text(0), namespace=b"g")
+    for seed in (1, 2):
+        for one in (cache, other):
+            one.insert(text(seed), namespace=b"g")
+    cache.insert(text(5), namespace=b"h")
+    before = cache.similar._rarity[b"h"].weights(np.arange(VOCABULARY))
+    cache.remove(gone)
+    tokens = np.arange(VOCABULARY)
+    weights = [one.similar._rarity[b"g"].weights(tokens) for one in (cache, other)]
+    assert not np.allclose(*weights), "the control: the forgotten text still weighs"
+    cache.similar.relearn([b"g", b"unknown"])
+    assert np.allclose(cache.similar._rarity[b"g"].weights(tokens), weights[1])
+    assert np.allclose(cache.similar._rarity[b"h"].weights(tokens), before)
+    assert cache.find(text(1), namespace=b"g")
+
+
 def plan(cache, prompt, prefix=0, similar=True, gaps=None):
     return plan_reuse(
         cache.runs,

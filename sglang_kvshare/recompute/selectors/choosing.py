@@ -3,8 +3,8 @@
     matched tokens of a span   |## seam ##|.....#...#.......#..|## tail ##|
                                 forced      best scores          forced
 
-A span that continues the one before it behind a short edit has no seam: its first tokens saw nearly
-the same context in the donor (docs/decisions/0013).
+A span that continues the one before it behind a short edit has what is left of that one's seam: its
+first tokens saw nearly the same context in the donor (docs/decisions/0013).
 
 Ratio 0 recomputes none of the reused tokens, not even the seams; ratio 1 all of them.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvshare.plan import BoolArray, ReusePlan, Span
+from sglang_kvshare.plan import BoolArray, ReusePlan
 from sglang_kvshare.recompute.selectors.registry import FloatArray, Selector
 
 
@@ -26,8 +26,8 @@ class SelectionSettings:
 
     Attributes:
         recompute_ratio: share of the matched tokens, in [0, 1]; seams and tail count.
-        seam_tokens: first tokens of a span that are recomputed in any case, unless it continues the
-            one before.
+        seam_tokens: first tokens of a span, and of those that continue it, that are recomputed in
+            any case.
         tail_tokens: last tokens of the prompt, up to the first whose logits are asked for, that
             are recomputed in any case.
         recompute_error: below 1 it takes the place of the ratio: as few tokens are recomputed as
@@ -57,18 +57,23 @@ def forced_tokens(plan: ReusePlan, settings: SelectionSettings) -> BoolArray:
         return marked
     tail_start = plan.scored_from + 1 - settings.tail_tokens
     begin = 0
-    for span in plan.spans:
+    for span, seam in zip(plan.spans, seams_of(plan, settings), strict=True):
         end = begin + span.length
-        marked[begin : begin + seam_of(span, settings)] = True
+        marked[begin : begin + seam] = True
         in_tail = max(0, span.end - max(tail_start, span.start))
         marked[end - in_tail : end] = True
         begin = end
     return marked
 
 
-def seam_of(span: Span, settings: SelectionSettings) -> int:
-    """Tokens of a span's seam."""
-    return 0 if span.continues else min(settings.seam_tokens, span.length)
+def seams_of(plan: ReusePlan, settings: SelectionSettings) -> list[int]:
+    """Tokens of each span's seam."""
+    told, first = [], 0
+    for span in plan.spans:
+        first = first if span.continues else span.start
+        left = settings.seam_tokens - (span.start - first)
+        told.append(min(max(0, left), span.length))
+    return told
 
 
 def choose(
@@ -95,10 +100,10 @@ def choose(
     if not selector.per_span:
         return forced | _best(scores, forced, _share(ratio, len(scores)))
     parts, begin = [np.zeros(0, dtype=np.bool_)], 0
-    for span in plan.spans:
+    for span, seam_tokens in zip(plan.spans, seams_of(plan, settings), strict=True):
         part = slice(begin, begin + span.length)
         # A span's tail does not use up its share.
-        seam = np.arange(span.length) < seam_of(span, settings)
+        seam = np.arange(span.length) < seam_tokens
         parts.append(_best(scores[part], seam, _share(ratio, span.length)))
         begin += span.length
     marked: BoolArray = forced | np.concatenate(parts)
