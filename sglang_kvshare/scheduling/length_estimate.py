@@ -1,0 +1,239 @@
+"""How long an answer will be, from answers that were alike, and how far to trust that (CacheOPT).
+
+    tokens   0 ........ predicted ....... upper bound ........ max_new_tokens
+                            |<-- padding -->|
+             observed answers end before the upper bound in a share `confidence` of the cases
+
+Several simple predictors are asked: the answers to the nearest prompts, those of the namespace to
+prompts of about this length, those of the namespace, and all. Each is trusted by how far off it was
+of late, so that drift is followed and no second model is needed. The padding is the error that a
+share ``confidence`` of the recent errors stays below (a conformal quantile); with few errors it is
+Hoeffding's bound over their range (arXiv 2503.13773, where a head of the model predicts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+#: Answers that a predictor remembers, and errors that a bound rests on.
+_REMEMBERED = 256
+#: With fewer errors Hoeffding's bound takes the place of their quantile.
+_ENOUGH_ERRORS = 20
+#: Namespaces and lengths of which answers are kept; those seen longest ago leave.
+_MOST_GROUPS = 1024
+#: Share of the old error that is left after one more answer.
+_FORGETTING = 0.97
+#: Answer that is expected where nothing was seen, as a share of `max_new_tokens`.
+_UNSEEN_SHARE = 0.5
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a request before its answer.
+
+    Attributes:
+        namespace: its trust domain; answers of others say nothing about it but through all
+            together.
+        prompt_tokens: length of the prompt.
+        max_new_tokens: bound on the answer, at least 1.
+        neighbours: lengths of the answers to the nearest prompts of the namespace, nearest first.
+    """
+
+    namespace: str
+    prompt_tokens: int
+    max_new_tokens: int
+    neighbours: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """What is expected of one answer.
+
+    Attributes:
+        predicted_tokens: most likely length, 1 to ``max_new_tokens``.
+        upper_tokens: the answer is expected to be no longer with ``confidence``.
+        direction: ``under`` or ``over``: what predictions of this kind were of late, more often
+            than not; ``even`` where neither.
+        confidence: share of the answers that the upper bound is to hold for.
+        opinions: what each predictor says, by its name, in tokens.
+    """
+
+    predicted_tokens: int
+    upper_tokens: int
+    direction: str
+    confidence: float
+    opinions: Mapping[str, float] = field(default_factory=dict)
+
+
+def confidence_at(arrivals_per_s: float, most: float = 0.95, slope: float = 0.001) -> float:
+    """CacheOPT's ``p = most / (1 + slope * arrivals)``: at a high rate less is reserved for each,
+    so that more are admitted.
+
+    Raises:
+        ValueError: a rate or slope below 0, or ``most`` outside (0, 1).
+    """
+    if arrivals_per_s < 0 or slope < 0 or not 0 < most < 1:
+        raise ValueError(
+            f"arrivals_per_s={arrivals_per_s}, most={most}, slope={slope}: allowed are rates and "
+            "slopes from 0 on and most between 0 and 1"
+        )
+    return most / (1 + slope * arrivals_per_s)
+
+
+class LengthEstimator:
+    """Learns from every answer; bounded in memory whatever comes.
+
+    One scheduler owns it. What it says is a pure function of what it was told, in order.
+    """
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, deque[int]] = OrderedDict()
+        #: Mean absolute error of each predictor, of logarithms.
+        self._off: dict[str, float] = {}
+        self._errors: OrderedDict[str, deque[int]] = OrderedDict()
+
+    def estimate(self, asked: Asked, confidence: float) -> LengthEstimate:
+        """
+        Args:
+            confidence: between 0 and 1, both left out.
+
+        Raises:
+            ValueError: another confidence, or ``max_new_tokens`` below 1.
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence}: allowed are values between 0 and 1")
+        if asked.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={asked.max_new_tokens}: the least is 1")
+        opinions = self._opinions(asked)
+        predicted = self._agreed(opinions, asked.max_new_tokens)
+        errors = self._errors_of(asked)
+        padding = _padding(errors, confidence, asked.max_new_tokens)
+        upper = min(asked.max_new_tokens, max(1, predicted + padding))
+        return LengthEstimate(predicted, upper, _direction(errors), confidence, opinions)
+
+    def observe(self, asked: Asked, estimate: LengthEstimate, answer_tokens: int) -> None:
+        """An answer is complete.
+
+        Args:
+            estimate: what was said of it before.
+            answer_tokens: its length. One that was aborted tells nothing and is not observed.
+        """
+        for name, opinion in estimate.opinions.items():
+            off = abs(math.log((answer_tokens + 1) / (opinion + 1)))
+            before = self._off.get(name)
+            self._off[name] = (
+                off if before is None else _FORGETTING * before + (1 - _FORGETTING) * off
+            )
+        for group in _groups(asked):
+            _kept(self._answers, group).append(answer_tokens)
+            _kept(self._errors, group).append(answer_tokens - estimate.predicted_tokens)
+
+    # --- to a file and back ------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """What :meth:`from_state` reads; plain values for a JSON file of at most a few MB."""
+        return {
+            "version": _VERSION,
+            "answers": {group: list(told) for group, told in self._answers.items()},
+            "errors": {group: list(told) for group, told in self._errors.items()},
+            "off": dict(self._off),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> LengthEstimator:
+        """
+        Raises:
+            ValueError: of another version or another shape; the caller begins anew.
+        """
+        made = cls()
+        try:
+            if state["version"] != _VERSION:
+                raise ValueError(f"version {state['version']}, expected {_VERSION}")
+            for kept, name in ((made._answers, "answers"), (made._errors, "errors")):
+                for group, told in state[name].items():
+                    _kept(kept, str(group)).extend(int(one) for one in told)
+            made._off = {str(name): float(off) for name, off in state["off"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no state of a length estimator: {error!r}") from error
+        return made
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _opinions(self, asked: Asked) -> dict[str, float]:
+        """In tokens; at most ``max_new_tokens``."""
+        told: dict[str, float] = {}
+        if asked.neighbours:
+            told["neighbours"] = _typical(asked.neighbours)
+        for name, group in zip(("alike", "namespace", "all"), _groups(asked), strict=True):
+            answers = self._answers.get(group)
+            if answers:
+                told[name] = _typical(answers)
+        most = float(asked.max_new_tokens)
+        return {name: min(most, tokens) for name, tokens in told.items()}
+
+    def _agreed(self, opinions: Mapping[str, float], most: int) -> int:
+        """The mean of the logarithms, each weighted by how close it was of late."""
+        if not opinions:
+            return max(1, round(most * _UNSEEN_SHARE))
+        total = weights = 0.0
+        for name, tokens in opinions.items():
+            # Squared, so that a predictor that is twice as far off counts for a quarter.
+            weight = 1 / (self._off.get(name, 1.0) + 0.05) ** 2
+            total += weight * math.log(tokens + 1)
+            weights += weight
+        return min(most, max(1, round(math.exp(total / weights) - 1)))
+
+    def _errors_of(self, asked: Asked) -> Sequence[int]:
+        """Of the narrowest group that has enough of them."""
+        found: Sequence[int] = ()
+        for group in _groups(asked):
+            found = self._errors.get(group, ())
+            if len(found) >= _ENOUGH_ERRORS:
+                break
+        return found
+
+
+def _groups(asked: Asked) -> tuple[str, str, str]:
+    """The narrowest first: alike, of the namespace, all."""
+    doubled = max(asked.prompt_tokens, 1).bit_length()
+    name = f"{len(asked.namespace)}:{asked.namespace}"
+    return f"{name};{doubled}", name, "*"
+
+
+def _kept(groups: OrderedDict[str, deque[int]], group: str) -> deque[int]:
+    told = groups.setdefault(group, deque(maxlen=_REMEMBERED))
+    groups.move_to_end(group)
+    while len(groups) > _MOST_GROUPS:
+        groups.popitem(last=False)
+    return told
+
+
+def _typical(answers: Sequence[int]) -> float:
+    return float(np.median(np.asarray(answers)))
+
+
+def _padding(errors: Sequence[int], confidence: float, most: int) -> int:
+    """Tokens to add so that a share ``confidence`` of the answers end before the sum."""
+    count = len(errors)
+    rank = math.ceil((count + 1) * confidence)
+    if count >= _ENOUGH_ERRORS and rank <= count:
+        return int(np.partition(np.asarray(errors), rank - 1)[rank - 1])
+    # P(error - mean >= t) <= exp(-2 t^2 / range^2), one-sided.
+    seen = np.asarray(errors) if count >= 2 else np.array([-most, most])
+    spread = float(seen.max() - seen.min())
+    return math.ceil(float(seen.mean()) + spread * math.sqrt(math.log(1 / (1 - confidence)) / 2))
+
+
+def _direction(errors: Sequence[int]) -> str:
+    under = sum(error > 0 for error in errors)
+    over = sum(error < 0 for error in errors)
+    if under == over:
+        return "even"
+    return "under" if under > over else "over"
