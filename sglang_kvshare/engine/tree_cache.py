@@ -272,13 +272,17 @@ class KVShareRadixCache(RadixCache):
 
         A fault among similar donors costs these alone: runs are planned.
         """
-        if self.mirror.similar is not None:
-            try:
-                return self._plan(req, self.mirror.similar)
-            except Exception:
-                logger.exception("KVShare could not look for similar donors")
-                self.mirror.give_up_similar()
-        return self._plan(req, None)
+        similar = self.mirror.similar
+        if similar is None:
+            return self._plan(req, None)
+        try:
+            return self._plan(req, similar)
+        except Exception:
+            # What fails without them too is no fault of theirs, and is raised.
+            plan = self._plan(req, None)
+            logger.exception("KVShare could not look for similar donors")
+            self.mirror.give_up_similar()
+            return plan
 
     def _plan(self, req: Any, similar: SemanticIndex | None) -> ReusePlan:
         state = state_of(req)

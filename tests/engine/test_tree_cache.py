@@ -465,7 +465,7 @@ def test_donors_that_cannot_give_way_do_not_end_the_scheduler(monkeypatch):
     served(machine, DONOR)
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    machine.cache.donors._holders.add(object())
+    machine.cache.donors._holders[object()] = None
     monkeypatch.setattr(machine.cache.donors, "release_all", broken)
     evicted = machine.cache.evict(EvictParams(num_tokens=1000)).num_tokens_evicted
     assert evicted == len(DONOR)

@@ -691,7 +691,8 @@ class TreeCacheMachine(RuleBasedStateMachine):
             ends = np.flatnonzero(similar._length)
             assert (index.nodes_of(ends) >= 0).all()
             assert similar.windows == len(ends)
-            assert bool(total) == bool(len(ends))
+            # What eviction left of a path may be too little for a window.
+            assert total or not len(ends)
 
     @invariant()
     def no_edge_dangles(self):
