@@ -143,7 +143,7 @@ class ReuseEdges:
             start = edge.start - position
             if start < edge_of_taken or start + edge.length > tokens.shape[0]:
                 continue
-            if edge.length < _LEAST_RUNS * self._runs.min_run_tokens:
+            if not self._is_asked(edge.length):
                 continue
             # Most edges of a node end otherwise, which is found in a hundredth of the time.
             if tokens[start + edge.length - 1] != edge.last_token:
@@ -191,8 +191,11 @@ class ReuseEdges:
         edges = self._behind.setdefault(key, OrderedDict())
         self._behind.move_to_end(key)
         self._namespaces.setdefault(anchor, set()).add(namespace)
-        longest = sorted(spans, key=lambda span: (-span.length, span.start))[: self._per_node]
-        for span in longest:
+        longest = sorted(spans, key=lambda span: (-span.length, span.start))
+        asked = [span for span in longest if self._is_asked(span.length)]
+        # Those that are only shown must not take the place of those that spare a lookup.
+        shown = longest[len(asked) :][: self._per_node // 4]
+        for span in (*asked[: self._per_node], *shown):
             last_slot = int(span.slots[-1])
             known = edges.pop((span.start, last_slot, span.length), None)
             edge = ReuseEdge(
@@ -267,6 +270,9 @@ class ReuseEdges:
 
     def _token_of(self, slot: int) -> int:
         return int(self._runs.around(slot, 0, 0).tokens[0])
+
+    def _is_asked(self, length: int) -> bool:
+        return length >= _LEAST_RUNS * self._runs.min_run_tokens
 
     def _stands(self, edge: ReuseEdge) -> bool:
         """All of the donor is in the index."""

@@ -140,6 +140,18 @@ def test_edges_are_bounded_and_the_latest_stay(monkeypatch):
     assert {edge.anchor for edge in edges} == {3, 4}
 
 
+def test_short_spans_do_not_take_the_place_of_those_that_are_asked():
+    index, edges = donors(PASSAGE, *(range(n, n + 5) for n in range(200, 260, 5)), per_node=8)
+    used(index, edges)
+    for _ in range(3):
+        used(
+            index, edges, [1, 2, 3, *(t for n in range(200, 260, 5) for t in (*range(n, n + 5), 9))]
+        )
+    lengths = sorted(edge.length for edge in edges)
+    assert lengths == [5, 5, 40]
+    assert planned(index, edges, PROMPT).edge_tokens == 40
+
+
 def test_use_and_deviation_are_remembered():
     index, edges = donors(PASSAGE)
     plan = used(index, edges)
