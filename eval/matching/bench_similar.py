@@ -45,16 +45,7 @@ def index_of(runs: RunIndex) -> SemanticIndex:
     random = np.random.default_rng(3)
     embeddings = random.standard_normal((VOCABULARY, CONFIG.sketch_dims)).astype(np.float32)
     sketcher = Sketcher(embeddings, size_tokens=CONFIG.sketch_tokens, dims=CONFIG.sketch_dims)
-    return SemanticIndex(
-        runs,
-        sketcher,
-        SimilaritySettings(
-            min_similarity=CONFIG.min_similarity or sketcher.min_similarity,
-            min_coverage=CONFIG.min_window_coverage,
-            min_run_tokens=CONFIG.min_semantic_run_tokens,
-            donors=CONFIG.similar_donors_per_window,
-        ),
-    )
+    return SemanticIndex(runs, sketcher, SimilaritySettings.of(CONFIG, sketcher))
 
 
 def prompt(cache: Cache, tokens: int, share: float) -> tuple[bytes, Int64Array, int]:

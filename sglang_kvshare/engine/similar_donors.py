@@ -65,13 +65,4 @@ def similar_donors(
         )
         on_fault("similar")
         return None
-    return SemanticIndex(
-        runs,
-        sketcher,
-        SimilaritySettings(
-            min_similarity=config.min_similarity or sketcher.min_similarity,
-            min_coverage=config.min_window_coverage,
-            min_run_tokens=config.min_semantic_run_tokens,
-            donors=config.similar_donors_per_window,
-        ),
-    )
+    return SemanticIndex(runs, sketcher, SimilaritySettings.of(config, sketcher))

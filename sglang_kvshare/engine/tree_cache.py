@@ -313,9 +313,9 @@ class KVShareRadixCache(RadixCache):
 
     def carried_out(self, req: Any, state: RequestState, plan: ReusePlan) -> None:
         """``plan`` serves ``req``: reuse edges say so to prompts that come to the same node."""
-        anchor = exact_ancestor(req.last_node)[0].id
-        state.edges = EdgesUsed(anchor, _namespace_of(req), plan.spans)
-        self._edges_follow(lambda: self.mirror.edges.used(anchor, _namespace_of(req), plan.spans))
+        used = EdgesUsed(exact_ancestor(req.last_node)[0].id, _namespace_of(req), plan.spans)
+        state.edges = used
+        self._edges_follow(lambda: self.mirror.edges.used(used.anchor, used.namespace, used.spans))
         self.metrics.planned_tokens(plan)
 
     def measured(self, state: RequestState) -> None:

@@ -14,10 +14,11 @@ what is left of it is aligned.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.matching.alignment import align
 from sglang_kvshare.matching.donor_index import NONE, DonorIndex
 from sglang_kvshare.matching.run_index import RunIndex
@@ -47,6 +48,16 @@ class SimilaritySettings:
     min_coverage: float = 0.5
     min_run_tokens: int = 4
     donors: int = 2
+
+    @classmethod
+    def of(cls, config: KVShareConfig, sketcher: WindowSketcher) -> SimilaritySettings:
+        """As the configuration wants it; its gate of 0 is what suits the sketches."""
+        return cls(
+            min_similarity=config.min_similarity or sketcher.min_similarity,
+            min_coverage=config.min_window_coverage,
+            min_run_tokens=config.min_semantic_run_tokens,
+            donors=config.similar_donors_per_window,
+        )
 
 
 class SemanticIndex:
@@ -148,8 +159,8 @@ class SemanticIndex:
             max_depth: tokens of a larger depth do not serve.
 
         Returns:
-            Spans whose positions are those of ``tokens``; they may overlap. Longest first, then the
-            more similar, then by start, source and slot.
+            Spans whose positions are those of ``tokens``; those of two donors may overlap. Longest
+            first, then the more similar, then by start, source and slot.
         """
         settings, rarity = self.settings, self._rarity.get(namespace)
         if rarity is None:
@@ -162,9 +173,10 @@ class SemanticIndex:
         windows, sketches = self._sketcher.sketch(tokens, rarity, asked)
         near = self._donors.search(namespace, sketches, settings.donors)
         found: list[Span] = []
-        taken = covered.copy()
+        taken, answered_to = covered.copy(), 0
         for row in range(len(windows)):
-            part = slice(int(windows.start[row]), int(windows.end[row]))
+            # The last window begins in the one before it: what that one has answered is left out.
+            part = slice(max(answered_to, int(windows.start[row])), int(windows.end[row]))
             seen: set[int] = set()
             for slot, likeness in zip(
                 near.windows[row].tolist(), near.similarity[row].tolist(), strict=True
@@ -181,10 +193,11 @@ class SemanticIndex:
                 spans = _shared(tokens[part], part.start, donor, likeness, settings)
                 for span in spans:
                     taken[span.start : span.end] = True
+                    answered_to = part.stop
                 found += spans
                 if spans and taken[part].mean() >= _ANSWERED:
                     break
-        return _joined(found)
+        return sorted(found, key=_by_worth)
 
     def _surroundings(self, slot: int) -> Stretch:
         """A window and half as much on either side."""
@@ -220,42 +233,6 @@ def _shared(
         )
         for block in blocks
     ]
-
-
-def _joined(runs: list[Span]) -> list[Span]:
-    """Runs of the same donor tokens that overlap become one, as similar as the best."""
-    told: list[Span] = []
-    #: (slot, prompt position) of the last token of a run -> where it stands in `told`.
-    last: dict[tuple[int, int], int] = {}
-    for run in sorted(runs, key=_by_place):
-        slots = run.slots.tolist()
-        at = next(
-            (
-                last[slot, run.start + offset]
-                for offset, slot in enumerate(slots)
-                if (slot, run.start + offset) in last
-            ),
-            None,
-        )
-        if at is None:
-            told.append(run)
-            last[slots[-1], run.end - 1] = len(told) - 1
-            continue
-        before = told[at]
-        last.pop((int(before.slots[-1]), before.end - 1))
-        new = run.slots[before.end - run.start :]
-        told[at] = replace(
-            before,
-            slots=np.concatenate([before.slots, new]),
-            similarity=max(before.similarity, run.similarity),
-            depth=max(before.depth, run.depth),
-        )
-        last[int(told[at].slots[-1]), told[at].end - 1] = at
-    return sorted(told, key=_by_worth)
-
-
-def _by_place(run: Span) -> tuple[int, int, int, int, float]:
-    return run.start, run.length, run.source, int(run.slots[0]), -run.similarity
 
 
 def _by_worth(run: Span) -> tuple[int, float, int, int, int]:
