@@ -90,7 +90,8 @@ class RefreshQueue:
         """
         fresh = np.nan_to_num(np.maximum(attention, 0.0), nan=0.0) * self._weights
         total, before = float(fresh.sum()), float(self._importance.sum())
-        if total <= 0 or before <= 0:
+        # Below it a library may have the CPU take numbers for zero, and shares are none.
+        if min(total, before) < np.finfo(np.float64).tiny:
             return
         # In shares, so that what is left over is worth as much as before.
         mixed = _MEMORY * self._importance / before + (1 - _MEMORY) * fresh / total

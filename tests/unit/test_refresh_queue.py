@@ -144,3 +144,11 @@ def test_credit_does_not_pile_up():
         pace.allowance(1, 0)
     seen = steps(pace, 40, 1, 64, 1.0, 20.0)
     assert max(extra for extra, _ in seen) <= 33
+
+
+@pytest.mark.parametrize("seen", [5e-324, 1e-310, 0.0])
+def test_attention_that_is_next_to_nothing_changes_no_rank(seen):
+    waiting = queue([0.1, 0.3])
+    before = waiting._importance.tolist()
+    waiting.look_again(np.array([seen, 0.0]))
+    assert waiting._importance.tolist() == before
