@@ -240,6 +240,80 @@ class KVShareConfig:
         low=0,
         high=1024,
     )
+    schedule: str = _option(
+        "hit-rate",
+        "Which waiting request goes first: the one with the largest reusable share, the one whose "
+        "prefill is predicted to take the least, the one that came first, or what SGLang's "
+        "--schedule-policy says.",
+        choices=("hit-rate", "effective-cost", "fcfs", "stock"),
+    )
+    most_bypasses: int = _option(
+        64,
+        "No request is overtaken by so many younger ones, whatever they reuse.",
+        low=1,
+        high=4096,
+    )
+    hold_ms: float = _option(
+        1000.0,
+        "A request that waits for a passage which another one is computing right now is held back "
+        "for so long at most. 0: none is.",
+        low=0.0,
+        high=60_000.0,
+    )
+    reserve: str = _option(
+        "estimate",
+        "What KV is kept for answers that are still to come: what their estimated lengths need, or "
+        "what SGLang's decaying share of max_new_tokens says.",
+        choices=("estimate", "stock"),
+    )
+    lookahead_steps: int = _option(
+        2,
+        "Decode steps before KV runs short at which that is acted upon.",
+        low=1,
+        high=64,
+    )
+    length_confidence: float = _option(
+        0.95,
+        "Share of the answers that are to end within what is reserved for them, at no load.",
+        low=0.5,
+        high=0.999,
+    )
+    length_confidence_slope: float = _option(
+        0.001,
+        "How that falls with the arrival rate: length_confidence / (1 + slope * requests a second).",
+        low=0.0,
+        high=1.0,
+    )
+    length_file: str = _option(
+        "",
+        "File in which what is known of answers' lengths outlives a restart. Empty: none.",
+        path=True,
+    )
+    victims: str = _option(
+        "slo",
+        "Which running request gives way when KV runs short: the one with the loosest TBT SLO, the "
+        "longest rest and the cheapest preemption, or SGLang's choice.",
+        choices=("slo", "stock"),
+    )
+    most_preemptions: int = _option(
+        3,
+        "A request that gave way so often is protected as long as another one can.",
+        low=1,
+        high=100,
+    )
+    ttft_slo_ms: float = _option(
+        math.inf,
+        "Time to the first token that a request is to meet which does not say.",
+        low=0.001,
+        high=math.inf,
+    )
+    tbt_slo_ms: float = _option(
+        math.inf,
+        "Mean time between tokens that a request is to meet which does not say; prefills are cut "
+        "so that the tightest of a batch holds.",
+        low=0.001,
+        high=math.inf,
+    )
     tenants: str = _option(
         "",
         "YAML file that says who may share with whom (see docs/tenants.md). Empty: clients part "
