@@ -56,6 +56,7 @@ class Tenant(BaseModel):
         sharing: ``private``, ``group:NAME`` or ``public``.
         max_indexed_tokens: cached tokens that may serve as donors; beyond that the oldest leave.
         ttl_s: seconds after which what was cached serves nobody any more, not even as a prefix.
+        ttft_slo_ms, tbt_slo_ms: what requests are to meet that do not say; see docs/scheduling.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +66,8 @@ class Tenant(BaseModel):
     sharing: str = "private"
     max_indexed_tokens: int | None = Field(default=None, ge=1)
     ttl_s: float | None = Field(default=None, gt=0)
+    ttft_slo_ms: float | None = Field(default=None, gt=0)
+    tbt_slo_ms: float | None = Field(default=None, gt=0)
 
     @field_validator("sharing")
     @classmethod

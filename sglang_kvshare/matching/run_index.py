@@ -24,7 +24,13 @@ from sglang_kvshare.matching import run_search
 from sglang_kvshare.matching.arena import EDGE, NONE, Arena
 from sglang_kvshare.matching.stretches import firsts
 from sglang_kvshare.matching.surroundings import Stretch, around
-from sglang_kvshare.matching.window_hash import UInt32Array, fingerprints, seed_of, window_sums
+from sglang_kvshare.matching.window_hash import (
+    UInt32Array,
+    UInt64Array,
+    fingerprints,
+    seed_of,
+    window_sums,
+)
 from sglang_kvshare.matching.window_table import WindowTable
 from sglang_kvshare.plan import BoolArray, Int32Array, Int64Array
 
@@ -358,6 +364,27 @@ class RunIndex:
             cells = tuple((low, high) for _, low, high in pieces)
             runs.append(Run(start, end, last_slot, depth, source, cells))
         return runs
+
+    def holds_windows(self, sums: UInt64Array, namespace: bytes, max_depth: int) -> BoolArray:
+        """Which windows, by their ``window_sums``, are looked up with success in ``namespace``.
+
+        By fingerprints alone: about one in four billion is mistaken for another.
+
+        Args:
+            sums: uint64 ``[k]``.
+
+        Returns:
+            bool ``[k]``.
+        """
+        held = np.zeros(sums.shape[0], dtype=np.bool_)
+        domain = self._domains.get(namespace)
+        for depth in sorted(domain.tokens_by_depth) if domain is not None else ():
+            if depth <= max_depth:
+                prints = fingerprints(sums, seed_of(namespace, depth))
+                order = np.argsort(prints)
+                found, _ = self._table.lookup(prints[order], 1, self._arena.windows_alive)
+                held[order[found]] = True
+        return held
 
     def run_slots(self, run: Run, start: int = 0, end: int | None = None) -> Int64Array:
         """int64: the donor slots of tokens ``[start, end)`` of a run, in order."""
