@@ -16,12 +16,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
 from sglang_kvshare.config import layer_numbers
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor
 from sglang_kvshare.engine.eligibility import refusal, scored_tokens
 from sglang_kvshare.engine.metrics import Metrics
+from sglang_kvshare.engine.schedule import job_of, schedule_of
 from sglang_kvshare.engine.state import Pending, RequestState, state_of
 from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 from sglang_kvshare.plan import Placement, ReusePlan, everything, place
@@ -56,33 +57,121 @@ def _planning(stock: Any) -> type:
         #: Of the request that is being added, if admitting it took a plan.
         _plan_ahead: ReusePlan | None = None
 
-        def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
-            admission = super()._select_prefill_admission(req, **kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            limit_prefill(self)
+
+        def _get_running_request_total_token_offset(self, req: Any) -> Any:
+            # The ledger knows of those that it was told of.
+            if reservation(self.tree_cache, req) is not None:
+                return 0
+            return super()._get_running_request_total_token_offset(req)
+
+        def _select_prefill_admission(self, req: Any, *, total_tokens: int, **kwargs: Any) -> Any:
+            reserving = reservation(self.tree_cache, req)
+            if reserving is None:
+                admission = super()._select_prefill_admission(
+                    req, total_tokens=total_tokens, **kwargs
+                )
+            else:
+                now = total_tokens - most_new_tokens(req)
+                if not reserving.fits(self, req, now):
+                    return AddReqResult.NO_TOKEN
+                admission = super()._select_prefill_admission(req, total_tokens=now, **kwargs)
+                if not isinstance(admission, AddReqResult):
+                    admission = replace(admission, max_new_tokens=0)
+            return self._in_one(req, admission, reserving is not None)
+
+        def _in_one(self, req: Any, admission: Any, reserved: bool) -> Any:
+            """A prompt that was to be cut, whole where the rows that run fit."""
             cut = getattr(admission, "is_chunked", False)
             if cut and isinstance(self.tree_cache, KVShareRadixCache):
                 room = self.rem_chunk_tokens
                 self._plan_ahead = plan_of_whole(self.tree_cache, req, admission.prefix_len, room)
                 if self._plan_ahead is not None:
                     whole = len(req.full_untruncated_fill_ids) - admission.prefix_len
-                    new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+                    most = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+                    new = 0 if reserved else most
                     return replace(
                         admission, extend_len=whole, max_new_tokens=new, is_chunked=False
                     )
             return admission
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            job = job_of(req)
+            if job is not None and job.held:
+                # Those behind it are held as well.
+                return AddReqResult.OTHER
             self._plan_ahead = None
             result = super().add_one_req(req, *args, **kwargs)
             admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
-            if admitted and isinstance(self.tree_cache, KVShareRadixCache):
-                branch_tokens = plan_admitted(self.tree_cache, req, self._plan_ahead)
-                if not req.retracted_stain:
-                    # SGLang's own counters say "cached" for what is exact.
-                    self.log_device_hit_tokens -= branch_tokens
-                    req.already_computed = branch_tokens
-            return result
+            if not admitted or not isinstance(self.tree_cache, KVShareRadixCache):
+                return result
+            branch_tokens = plan_admitted(self.tree_cache, req, self._plan_ahead)
+            if not req.retracted_stain:
+                # SGLang's own counters say "cached" for what is exact.
+                self.log_device_hit_tokens -= branch_tokens
+                req.already_computed = branch_tokens
+            if job is not None:
+                job.owner.admitted(req)
+            if not self._give_back(spared_rows(self.tree_cache, req)):
+                return result
+            # What reuse has spared is there for the next request.
+            return self.budget_state()
+
+        def _give_back(self, rows: int) -> bool:
+            """Budgets count the rows that run; whether there are any to give back."""
+            if rows <= 0:
+                return False
+            self.rem_input_tokens += rows
+            if self.rem_chunk_tokens is not None:
+                self.rem_chunk_tokens += rows
+            return True
 
     return PlanningPrefillAdder
+
+
+def reservation(cache: Any, req: Any) -> Any:
+    """What reserves KV for the answer of ``req``; ``None`` where SGLang does."""
+    job = job_of(req)
+    if job is None or not isinstance(cache, KVShareRadixCache):
+        return None
+    return job.owner.reserving
+
+
+def most_new_tokens(req: Any) -> int:
+    """What ``PrefillAdder.add_one_req`` reserves for an answer."""
+    left = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return int(min(max(left, 0), CLIP_MAX_NEW_TOKENS))
+
+
+def limit_prefill(adder: Any) -> None:
+    """Cut the chunk so that the tightest TBT SLO of those that decode holds."""
+    running = adder.running_batch
+    if adder.rem_chunk_tokens is None or running is None or not running.reqs:
+        return
+    schedule = schedule_of(adder.tree_cache)
+    if schedule is None:
+        return
+    try:
+        limit = schedule.prefill_limit(running.reqs, adder.rem_chunk_tokens)
+        adder.rem_chunk_tokens = max(limit, adder.page_size)
+    except Exception:
+        schedule.fault("how much prefill goes beside decoding")
+
+
+def spared_rows(cache: KVShareRadixCache, req: Any) -> int:
+    """Rows that are not expected to run, of those that this pass was charged for."""
+    state = state_of(req)
+    if state is None or state.placement is None:
+        return 0
+    if state.pending is None:
+        begin, end = int(req.prefix_len), int(req.extend_end)
+        return int(state.placement.within(begin, end).reused_tokens)
+    if req.extend_end < len(req.full_untruncated_fill_ids):
+        return 0
+    pending = state.pending
+    return expected_savings(cache, pending.choice, pending.plan).rows
 
 
 def plan_of_whole(

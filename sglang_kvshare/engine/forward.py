@@ -25,6 +25,7 @@ from sglang_kvshare.engine.placement import DonorCopy, Placer
 from sglang_kvshare.engine.probe_pass import probes_of, run_probes
 from sglang_kvshare.engine.refresh import refresh_of, refreshing
 from sglang_kvshare.engine.row_program import Chunk, RowProgram
+from sglang_kvshare.engine.schedule import schedule_of
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.stopwatch import Stopwatch
 from sglang_kvshare.engine.support import check_model
@@ -144,7 +145,14 @@ def _decode(
         refresh = None
     rows = 0 if refresh is None else refresh.rows
     requests = len(batch.reqs)
-    with parts.stopwatch.measure(lambda ms: parts.pace.observe(requests, rows, ms)):
+    schedule = schedule_of(batch.tree_cache)
+
+    def measured(ms: float) -> None:
+        parts.pace.observe(requests, rows, ms)
+        if schedule is not None:
+            schedule.decoded(requests, ms)
+
+    with parts.stopwatch.measure(measured):
         if refresh is None or not (rows or refresh.looks):
             return original(worker, batch, *args, **kwargs)
         try:

@@ -40,6 +40,8 @@ STEPS = (
     "edges",
     "retention",
     "refresh",
+    "schedule",
+    "lengths",
 )
 #: What finds cached tokens: runs of equal tokens, similar windows, and reuse edges, which spare the
 #: search for runs.
@@ -112,6 +114,13 @@ PLANNED = Series(
     tuple((found_by,) for found_by in FOUND_BY),
 )
 COPIED = Series("kvshare:copied_tokens_total", "counter", "Tokens copied from donors.")
+ATTAINED = Series(
+    "kvshare:slo_total",
+    "counter",
+    "Finished requests with an SLO by kind (ttft, tbt: the mean time between tokens) and outcome.",
+    ("kind", "outcome", "tenant"),
+    tuple((kind, outcome, "") for kind in ("ttft", "tbt") for outcome in ("met", "missed")),
+)
 INDEX_TOKENS = Series("kvshare:index_tokens", "gauge", "Cached tokens that can be found.")
 INDEX_NAMESPACES = Series(
     "kvshare:index_namespaces", "gauge", "Trust domains that hold at least one of them."
@@ -127,7 +136,7 @@ DONOR_LOCKS = Series(
     "kvshare:donor_locks", "gauge", "Donors that are locked until their values are copied."
 )
 SERIES = (
-    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED),
+    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED, ATTAINED),
     *(INDEX_TOKENS, INDEX_NAMESPACES, INDEX_ENTRIES, INDEX_BYTES, INDEX_FAILED, DONOR_LOCKS),
 )
 
@@ -307,6 +316,12 @@ class Metrics:
         """``tokens`` donor values of one batch were copied in ``ms``."""
         self._count(COPIED, tokens)
         self._observe(COPY, ms / 1e3)
+
+    @_safe
+    def attained(self, kind: str, tenant: str, took_ms: float, slo_ms: float | None) -> None:
+        """A request ended; without an SLO of this kind nothing is counted."""
+        if slo_ms is not None:
+            self._count(ATTAINED, 1, kind, "met" if took_ms <= slo_ms else "missed", tenant)
 
     @_safe
     def tick(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine import tenancy
 from sglang_kvshare.engine.activation import active_config
+from sglang_kvshare.engine.schedule import schedule_of
 from sglang_kvshare.engine.state import RequestState, attach
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.request import RequestError, ReuseReport, parse_request_options
@@ -93,6 +94,9 @@ def create(original: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -
     ).tree_key()
     _give_tenant(state, tenant, req.cache_salt, kwargs.get("lora_id"))
     attach(req, state)
+    schedule = schedule_of(self.tree_cache)
+    if schedule is not None:
+        schedule.arrived(req, state, Namespace(req.cache_salt, req.extra_key).encode())
     if not state.options.publish:
         req.skip_radix_cache_insert = True
     return req

@@ -192,6 +192,42 @@ SEAMS = (
         None,
         "prompts that stay in one chunk",
     ),
+    # Scheduling
+    Seam(
+        _SRT + "managers.schedule_policy.SchedulePolicy.calc_priority",
+        "self, waiting_queue, running_batch, processed_tokens",
+        "order of the queue",
+    ),
+    Seam(
+        _SRT + "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
+        "self, req",
+        "reservation by estimate",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.Req.init_next_round_input",
+        "self, tree_cache, cow_mamba",
+        "order of the queue",
+    ),
+    Seam(
+        _SRT + "managers.scheduler.Scheduler.update_running_batch",
+        "self, batch",
+        "preemption before KV runs short",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+        "reqs",
+        "victims",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.ScheduleBatch.filter_batch",
+        "self, reqs_to_exclude, keep_indices",
+        "preemption before KV runs short",
+    ),
+    Seam(
+        _SRT + "managers.scheduler.Scheduler._add_request_to_queue",
+        "self, req, is_retracted",
+        "preemption before KV runs short",
+    ),
     # The operator's questions
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_internal_state",

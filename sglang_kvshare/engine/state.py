@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan, Spa
 from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.recompute.refresh_queue import LeftOver, RefreshQueue
 from sglang_kvshare.request import RequestOptions, ReuseReport
+
+if TYPE_CHECKING:
+    from sglang_kvshare.engine.schedule import Job
 
 _ATTRIBUTE = "_kvshare"
 #: Positions of a request that holds no moved value.
@@ -77,6 +80,7 @@ class RequestState:
         lost_because: why less was placed than planned, if less was.
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
+        job: what scheduling knows of it; ``None`` where SGLang schedules alone.
     """
 
     options: RequestOptions
@@ -107,6 +111,7 @@ class RequestState:
     lost_because: str = "donor_evicted"
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
+    job: Job | None = None
 
     def told(self) -> ReuseReport:
         """The report, with what the request has refreshed until now."""

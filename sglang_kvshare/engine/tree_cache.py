@@ -46,6 +46,7 @@ from sglang_kvshare.scheduling.benefit import BenefitGate, BenefitGates
 from sglang_kvshare.tenants import TenantError
 
 if TYPE_CHECKING:
+    from sglang_kvshare.engine.schedule import Schedule
     from sglang_kvshare.matching.semantic_index import SemanticIndex
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.overwriting import Overwriter
+    from sglang_kvshare.engine.schedule_parts import build_schedule
     from sglang_kvshare.engine.seams import SeamError, check_seams
     from sglang_kvshare.engine.support import Unsupported, decoder_layers
 
@@ -93,6 +95,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
     cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher, limits)
     cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
+    cache.schedule = build_schedule(cache, ctx, sketcher, tenants)
     return cache
 
 
@@ -141,6 +144,8 @@ class KVShareRadixCache(RadixCache):
         #: :meth:`gate_of`.
         self.gate = gate
         self._gates = BenefitGates() if gate is not None and config.tenants else None
+        #: Set by the factory; ``None`` leaves scheduling to SGLang.
+        self.schedule: Schedule | None = None
         #: Counts the model's weights; see :meth:`forget_donors`.
         self.generation = 0
         #: The request whose values are being inserted, if it is one of ours.
@@ -367,6 +372,8 @@ class KVShareRadixCache(RadixCache):
         if state.options.reuse == "off" and not req.finished():
             # A checkpoint points the row at the tree's copy, which would be taking from it.
             return
+        if self.schedule is not None:
+            self.schedule.computed(req)
         self._publishing = state
         try:
             if state.exact_until is None:
@@ -456,6 +463,8 @@ class KVShareRadixCache(RadixCache):
         if state is not None:
             self.retention.released(req, state)
             self.release(state)
+            if self.schedule is not None:
+                self.schedule.ended(req, state)
             state.end()
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Stretches of a prompt that are looked at, at least; of long ones one in ``_MOST_APART``.
 _STRETCHES, _MOST_APART = 32, 8
 #: One window in so many is a key, by its content alone: equal passages have equal keys.
-_KEYS_APART = 64
+KEYS_APART = 64
 #: Of a very long prompt the first keys stand for all.
 _MOST_KEYS = 256
 
@@ -60,7 +60,7 @@ def glance(tokens: Int64Array, window: int, namespace: bytes) -> Glance:
     starts = np.arange(sums.shape[0], dtype=np.int64)
     starts = starts[starts // window % apart == 0]
     marks = mixed(sums + np.uint64(seed_of(namespace, 0)))
-    keys = marks[marks % np.uint64(_KEYS_APART) == 0][:_MOST_KEYS]
+    keys = marks[marks % np.uint64(KEYS_APART) == 0][:_MOST_KEYS]
     return Glance(int(tokens.shape[0]), starts, sums[starts], tuple(keys.tolist()))
 
 

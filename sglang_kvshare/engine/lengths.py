@@ -1,0 +1,150 @@
+"""How long answers will be: asked when a request is considered, told when it has ended.
+
+Seams: ``Req.origin_input_ids``, ``output_ids``, ``sampling_params``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_kvshare.engine.index_mirror import int64
+from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimator, confidence_at
+
+if TYPE_CHECKING:
+    from sglang_kvshare.engine.schedule import Job
+    from sglang_kvshare.matching.answered import AnsweredPrompts
+
+logger = logging.getLogger(__name__)
+
+_SAVE_EVERY_MS = 60_000.0
+
+
+class Lengths:
+    """Owner of what was learnt of answers' lengths.
+
+    Args:
+        estimator: learns from every answer.
+        prompts: answers to similar prompts; ``None`` where prompts are not sketched.
+        confidence: of a bound at no load, and how it falls with the arrival rate.
+        path: file in which the estimator outlives a restart; ``None``: it does not.
+        on_fault: told when similar prompts cannot be asked.
+    """
+
+    def __init__(
+        self,
+        estimator: LengthEstimator,
+        prompts: AnsweredPrompts | None,
+        confidence: tuple[float, float],
+        path: Path | None,
+        on_fault: Callable[[str], None],
+    ) -> None:
+        self.estimator = estimator
+        self._prompts = prompts
+        self._confidence = confidence
+        self._path = path
+        self._on_fault = on_fault
+        self._saved_ms: float | None = None
+        self._answers = self._saved_answers = 0
+
+    def left_tokens(self, req: Any, job: Job, arrivals_per_s: float) -> int:
+        """Upper bound of the tokens that are still to come, with the confidence of the hour.
+
+        At least 1: a step writes one before it is known whether it was the last.
+        """
+        most, so_far = req.sampling_params.max_new_tokens, len(req.output_ids)
+        if req.sampling_params.ignore_eos:
+            return max(1, most - so_far)
+        upper = self._upper_tokens(req, job, so_far, arrivals_per_s)
+        return max(1, min(upper, most) - so_far)
+
+    def expected_left_tokens(self, req: Any, job: Job) -> int:
+        """Tokens that are expected to come, not padded; at least 1."""
+        most, so_far = req.sampling_params.max_new_tokens, len(req.output_ids)
+        if req.sampling_params.ignore_eos or job.estimate is None:
+            return max(1, most - so_far)
+        predicted = job.estimate.predicted_tokens
+        if so_far >= predicted:
+            assert job.asked is not None
+            predicted = self.estimator.longer(job.asked, so_far, 0.5)
+        return max(1, min(predicted, most) - so_far)
+
+    def _upper_tokens(self, req: Any, job: Job, so_far: int, arrivals_per_s: float) -> int:
+        confidence = confidence_at(arrivals_per_s, *self._confidence)
+        if job.asked is None:
+            job.asked = self._asked(req, job)
+        if job.estimate is None:
+            job.estimate = self.estimator.estimate(job.asked, confidence)
+        if so_far < job.estimate.upper_tokens:
+            return job.estimate.upper_tokens
+        return self.estimator.longer(job.asked, so_far, confidence)
+
+    def _asked(self, req: Any, job: Job) -> Asked:
+        neighbours: tuple[int, ...] = ()
+        if self._prompts is not None:
+            try:
+                neighbours = self._prompts.neighbours(job.namespace, int64(req.origin_input_ids))
+            except Exception:
+                self._give_up_prompts()
+        return Asked(
+            namespace=job.namespace.hex(),
+            prompt_tokens=len(req.origin_input_ids),
+            max_new_tokens=max(1, req.sampling_params.max_new_tokens),
+            neighbours=neighbours,
+        )
+
+    def answered(self, req: Any, job: Job) -> None:
+        """``req`` ended by itself or at its bound."""
+        if job.asked is None or job.estimate is None:
+            return
+        tokens = len(req.output_ids)
+        self.estimator.observe(job.asked, job.estimate, tokens)
+        self._answers += 1
+        if self._prompts is not None:
+            try:
+                self._prompts.add(job.namespace, int64(req.origin_input_ids), tokens)
+            except Exception:
+                self._give_up_prompts()
+
+    def forget(self, namespaces: set[bytes]) -> None:
+        """Nothing of ``namespaces`` is remembered any more."""
+        self.estimator.forget({namespace.hex() for namespace in namespaces})
+        if self._prompts is not None:
+            self._prompts.forget(namespaces)
+
+    def _give_up_prompts(self) -> None:
+        logger.exception("KVShare asks similar prompts no more how long their answers were")
+        self._prompts = None
+        self._on_fault("lengths")
+
+    # --- the file -----------------------------------------------------------------------------
+
+    def save_when_due(self, now_ms: float) -> None:
+        """Once a minute, where anything was learnt; a failure is logged once and ends it."""
+        if self._path is None or self._answers == self._saved_answers:
+            return
+        if self._saved_ms is not None and now_ms - self._saved_ms < _SAVE_EVERY_MS:
+            return
+        self._saved_ms, self._saved_answers = now_ms, self._answers
+        try:
+            fresh = self._path.with_name(self._path.name + ".new")
+            fresh.write_text(json.dumps(self.estimator.to_state()))
+            os.replace(fresh, self._path)
+        except OSError as error:
+            logger.warning("KVShare cannot write length_file=%s: %s", self._path, error.strerror)
+            self._path = None
+
+
+def read_estimator(path: Path | None, *, isolated: bool) -> LengthEstimator:
+    """What a file holds, or a new one: a file that is not there or cannot be read costs what it
+    knew and no more."""
+    if path is not None and path.exists():
+        try:
+            return LengthEstimator.from_state(json.loads(path.read_text()), isolated=isolated)
+        except (OSError, ValueError) as error:
+            logger.warning("KVShare begins anew with answers' lengths: %s: %s", path, error)
+    return LengthEstimator(isolated=isolated)

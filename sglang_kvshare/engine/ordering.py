@@ -1,0 +1,181 @@
+"""The order of SGLang's waiting queue, and who is held back for a pass.
+
+Seam: ``SchedulePolicy.calc_priority``, called before every admission. It sorts the queue in place;
+SGLang then admits from the front until one does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any
+
+from sglang_kvshare.engine.eligibility import accepts_approximation
+from sglang_kvshare.engine.schedule import Job, Schedule, schedule_of
+from sglang_kvshare.engine.state import state_of
+from sglang_kvshare.matching.glance import KEYS_APART, cached_tokens
+from sglang_kvshare.scheduling.order import in_window
+
+#: Requests that one pass looks at anew: the new ones, then those whose last look is the oldest.
+_LOOKS = 4
+#: Passes after which a look is repeated.
+_STALE_PASSES = 16
+
+
+def calc_priority(
+    original: Any,
+    self: Any,
+    waiting_queue: list[Any],
+    running_batch: Any = None,
+    processed_tokens: int = 0,
+) -> None:
+    """Hook of ``SchedulePolicy.calc_priority``."""
+    schedule = schedule_of(self.tree_cache)
+    if schedule is None or not _orders(schedule, self):
+        original(self, waiting_queue, running_batch, processed_tokens)
+        return
+    try:
+        sign = -self.priority_sign if self.enable_priority_scheduling else 0
+        arrange(schedule, waiting_queue, sign)
+    except Exception:
+        schedule.fault("the order of the queue")
+        for job in _jobs(waiting_queue):
+            job.held = False
+        original(self, waiting_queue, running_batch, processed_tokens)
+
+
+def _orders(schedule: Schedule, policy: Any) -> bool:
+    """Whether the order is ours: another ``--schedule-policy`` than SGLang's default stands."""
+    return schedule.parts.order is not None and policy.policy.value == "fcfs"
+
+
+def arrange(schedule: Schedule, queue: list[Any], priority_sign: int) -> None:
+    """Sort ``queue`` in place.
+
+    Args:
+        priority_sign: 1 where larger priorities go first, -1 where smaller do, 0 where none count.
+    """
+    clock, parts = schedule.clock, schedule.parts
+    clock.passed()
+    jobs = _jobs(queue)
+    if len(jobs) < len(queue):
+        # One that came another way has no number to be ordered by.
+        return
+    for job, req in zip(jobs, queue, strict=True):
+        job.held = False
+        job.waiting.priority = (req.priority or 0) * priority_sign
+        job.waiting.preemptions = req.retraction_count
+        job.waiting.prompt_tokens = len(req.origin_input_ids) + len(req.output_ids)
+    holds = parts.holder is not None and (len(queue) > 1 or len(parts.holder) > 0)
+    if len(queue) < 2 and not holds:
+        return
+    _look(schedule, queue, jobs)
+    assert parts.order is not None
+    order = parts.order.order([job.waiting for job in jobs], clock.now_ms())
+    if holds:
+        order = _held_last(schedule, queue, jobs, order)
+    queue[:] = [queue[i] for i in order]
+
+
+def _jobs(queue: list[Any]) -> list[Job]:
+    states = (state_of(req) for req in queue)
+    return [state.job for state in states if state is not None and state.job is not None]
+
+
+# --- what is known of the waiting ---------------------------------------------------------------
+
+
+def _look(schedule: Schedule, queue: list[Any], jobs: list[Job]) -> None:
+    """Bring a few of those that may go ahead of others up to date."""
+    inside = in_window([job.waiting for job in jobs], schedule.config.most_bypasses)
+    passes = schedule.clock.passes
+    due = [
+        (job.looked, job.waiting.number, i)
+        for i, job in enumerate(jobs)
+        if inside[i] and (job.looked < 0 or passes - job.looked >= _STALE_PASSES)
+    ]
+    for _, _, i in sorted(due)[:_LOOKS]:
+        look_at(schedule, queue[i], jobs[i])
+        jobs[i].looked = passes
+
+
+def look_at(schedule: Schedule, req: Any, job: Job) -> None:
+    """What of the request's prompt is cached, in its own and in published text, and what its
+    prefill is predicted to take."""
+    cache, waiting, state = schedule.cache, job.waiting, state_of(req)
+    assert state is not None
+    # As before its admission, which looks again.
+    req.init_next_round_input(cache)
+    tokens, prefix = len(req.full_untruncated_fill_ids), int(req.prefix_len)
+    waiting.prefix_tokens = prefix + int(req.host_hit_length)
+    rest = tokens - waiting.prefix_tokens
+    reused = 0
+    if rest >= cache.config.min_run_tokens and not cache.index_failed:
+        schedule.see(req, job)
+        assert job.seen is not None
+        if accepts_approximation(req, state):
+            found = cached_tokens(
+                cache.index,
+                job.seen,
+                (job.namespace, *state.shared_namespaces),
+                waiting.prefix_tokens,
+                cache.config.max_depth,
+            )
+            if found >= cache.config.min_saved_tokens:
+                reused = round(found * (1 - _recomputed_share(state)))
+    waiting.reused_tokens = min(reused, max(0, rest - 1))
+    waiting.effective_ms = schedule.cost_ms(req, rest - waiting.reused_tokens, tokens, reused > 0)
+
+
+def _recomputed_share(state: Any) -> float:
+    options = state.options
+    return float(options.recompute_ratio if options.recompute_error >= 1 else 0.2)
+
+
+# --- who is held back ------------------------------------------------------------------------------
+
+
+def _held_last(schedule: Schedule, queue: list[Any], jobs: list[Job], order: list[int]) -> list[int]:
+    """``order`` with those last that wait for what is being computed, or by one before them."""
+    holder, now_ms = schedule.parts.holder, schedule.clock.now_ms()
+    assert holder is not None
+    kept: list[int] = []
+    held: list[int] = []
+    #: What those before compute in this pass -> what their prefill takes.
+    ahead_ms: dict[int, float] = {}
+    for i in order:
+        job, req = jobs[i], queue[i]
+        if job.seen is None or job.looked < 0:
+            kept.append(i)
+            continue
+        keys = _takes(req, job, lambda key: key in ahead_ms or key in holder)
+        wait_ms = max((ahead_ms.get(key, 0.0) for key in keys), default=0.0)
+        if keys and holder.held(
+            job.waiting, keys, _gain_ms(schedule, req, job, len(keys)), now_ms, wait_ms
+        ):
+            job.held = True
+            held.append(i)
+        else:
+            kept.append(i)
+            ahead_ms.update(dict.fromkeys(job.seen.keys, job.waiting.effective_ms))
+    return kept + held
+
+
+def _takes(req: Any, job: Job, computed: Callable[[int], bool]) -> tuple[int, ...]:
+    """Keys of the request's prompt that it could take if it waited."""
+    assert job.seen is not None
+    state = state_of(req)
+    if state is not None and accepts_approximation(req, state):
+        return tuple(key for key in job.seen.keys if computed(key))
+    # Only what lies in a common prefix can be taken as it is.
+    return tuple(takewhile(computed, job.seen.keys))
+
+
+def _gain_ms(schedule: Schedule, req: Any, job: Job, keys: int) -> float:
+    """What its prefill would be shorter by."""
+    state, waiting = state_of(req), job.waiting
+    rest = waiting.prompt_tokens - waiting.prefix_tokens - waiting.reused_tokens
+    more = min(keys * KEYS_APART, rest - 1) * (1 - _recomputed_share(state))
+    now = schedule.cost_ms(req, rest, waiting.prompt_tokens, False)
+    later = schedule.cost_ms(req, round(rest - more), waiting.prompt_tokens, True)
+    return now - later

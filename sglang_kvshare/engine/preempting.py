@@ -1,0 +1,105 @@
+"""Who gives way when KV runs short, before it does and when it has.
+
+    each decode step   the ledger foresees that the next steps will not fit
+                       -> a victim is preempted now; its copy to the host runs beside the others
+    pool full          SGLang retracts; the order of its victims is ours
+
+Seams: ``Scheduler.update_running_batch``, ``ScheduleBatch._get_decode_retraction_order``,
+``ScheduleBatch.filter_batch``, ``Scheduler._add_request_to_queue``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_kvshare.engine import swapping
+from sglang_kvshare.engine.reserving import private_tokens
+from sglang_kvshare.engine.schedule import Schedule, job_of, schedule_of
+from sglang_kvshare.scheduling.jobs import Running
+from sglang_kvshare.scheduling.preemption import victims
+
+logger = logging.getLogger(__name__)
+
+
+def update_running_batch(original: Any, self: Any, batch: Any) -> Any:
+    """Hook of ``Scheduler.update_running_batch``."""
+    schedule = schedule_of(self.tree_cache)
+    if schedule is not None:
+        try:
+            _before_decode(self, schedule, batch)
+        except Exception:
+            schedule.fault("who gives way")
+    return original(self, batch)
+
+
+def retraction_order(original: Any, reqs: list[Any]) -> list[int]:
+    """Hook of ``ScheduleBatch._get_decode_retraction_order``: indices, the last goes first."""
+    jobs = [job_of(req) for req in reqs]
+    schedule = next((job.owner for job in jobs if job is not None), None)
+    if schedule is None or schedule.config.victims == "stock" or None in jobs:
+        return list(original(reqs))
+    try:
+        first = _victims(schedule, reqs, needed_tokens=1 << 62)
+        rest = sorted(set(range(len(reqs))) - set(first))
+        return rest + first[::-1]
+    except Exception:
+        schedule.fault("whom to retract")
+        return list(original(reqs))
+
+
+def _before_decode(scheduler: Any, schedule: Schedule, batch: Any) -> None:
+    reserving = schedule.reserving
+    if reserving is None:
+        return
+    reqs = [req for req in batch.reqs if not req.finished()]
+    reserving.decodes(reqs)
+    if schedule.config.victims == "stock" or len(reqs) < 2:
+        return
+    cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    available = int(allocator.available_size()) + int(cache.evictable_size())
+    short = reserving.ledger.short_tokens(schedule.config.lookahead_steps, available)
+    short -= swapping.tokens_on_their_way(cache)
+    if short > 0:
+        chosen = [reqs[i] for i in _victims(schedule, reqs, short)]
+        preempt(scheduler, schedule, batch, chosen)
+
+
+def preempt(scheduler: Any, schedule: Schedule, batch: Any, chosen: list[Any]) -> None:
+    """Send ``chosen`` back to the queue; their KV is given back, or copied to the host first."""
+    for req in chosen:
+        at = next(i for i, one in enumerate(batch.reqs) if one is req)
+        way = swapping.preempt(scheduler, batch, at)
+        batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != at])
+        scheduler._add_request_to_queue(req, is_retracted=True)
+        logger.info("KVShare preempted request %s before KV runs short (%s)", req.rid, way)
+    batch.batch_is_full = False
+
+
+def _victims(schedule: Schedule, reqs: list[Any], needed_tokens: int) -> list[int]:
+    running = [_running(schedule, req) for req in reqs]
+    return victims(
+        running,
+        needed_tokens,
+        schedule.parts.victim_order,
+        schedule.config.most_preemptions,
+    )
+
+
+def _running(schedule: Schedule, req: Any) -> Running:
+    job = job_of(req)
+    assert job is not None
+    return Running(
+        rid=req.rid,
+        number=job.waiting.number,
+        prompt_tokens=len(req.origin_input_ids),
+        output_tokens=len(req.output_ids),
+        max_new_tokens=req.sampling_params.max_new_tokens,
+        private_tokens=private_tokens(req),
+        left_tokens=schedule.lengths.expected_left_tokens(req, job),
+        tbt_slo_ms=job.slo.tbt_ms,
+        preempt_ms=swapping.way_of(schedule.cache, req).ms,
+        preemptions=req.retraction_count,
+        priority=job.waiting.priority,
+    )
+

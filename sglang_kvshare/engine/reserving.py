@@ -1,0 +1,94 @@
+"""What KV running requests are promised, beside SGLang's admission.
+
+    PrefillAdder      what is new of the prompt fits now        SGLang's own budget
+                      what all answers grow to fits as well     the demand ledger
+    a decode step     reservations that end soon are renewed
+
+Seams: ``PrefillAdder._get_running_request_total_token_offset``, ``_select_prefill_admission`` and
+``rem_total_tokens`` (through :mod:`~sglang_kvshare.engine.admission`), ``ReqKvInfo``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_kvshare.scheduling.ledger import DemandLedger
+from sglang_kvshare.scheduling.reserve import GlobalReserve
+
+if TYPE_CHECKING:
+    from sglang_kvshare.engine.schedule import Job, Schedule
+
+#: Steps after which the ledger is told what requests really hold.
+_SYNC_STEPS = 16
+
+
+class Reserving:
+    """Drives the demand ledger of one scheduler."""
+
+    def __init__(self, schedule: Schedule, ledger: DemandLedger, reserve: GlobalReserve) -> None:
+        self._schedule = schedule
+        self.ledger = ledger
+        self._reserve = reserve
+        self._steps = 0
+
+    def fits(self, adder: Any, req: Any, extend_tokens: int) -> bool:
+        """Whether ``req`` may be admitted without its answer, or another one, running dry.
+
+        Where nothing runs it may: no other request has to give way, and its prompt fits.
+        """
+        if not len(self.ledger) and not adder.can_run_list:
+            return True
+        left = self._left_tokens(req, req._kvshare.job)
+        return self.ledger.fits(
+            extend_tokens, left, self._available(adder), self._reserve.tokens(len(self.ledger))
+        )
+
+    def _available(self, adder: Any) -> int:
+        """Free and evictable, less what this pass and the chunks to come will take."""
+        to_come = sum(
+            max(0, len(req.full_untruncated_fill_ids) - req.extend_end)
+            for req in adder.can_run_list
+        )
+        return int(adder.rem_total_tokens) - to_come
+
+    def admitted(self, req: Any, job: Job) -> None:
+        """Its slots are about to be taken."""
+        if req.rid in self.ledger:
+            return
+        new = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
+        self.ledger.open(req.rid, new, self._left_tokens(req, job))
+
+    def decodes(self, reqs: list[Any]) -> None:
+        """A decode step of ``reqs`` begins."""
+        self._steps += 1
+        self.ledger.step()
+        by_rid = {req.rid: req for req in reqs}
+        if self._steps % _SYNC_STEPS == 0:
+            for rid, req in by_rid.items():
+                if rid in self.ledger:
+                    self.ledger.sync(rid, private_tokens(req))
+        for rid in self.ledger.due():
+            due = by_rid.get(rid)
+            if due is not None:
+                self.ledger.sync(rid, private_tokens(due))
+                self.ledger.renew(rid, self._left_tokens(due, due._kvshare.job))
+
+    def ended(self, req: Any, job: Job, *, complete: bool) -> None:
+        """``req`` gives back what it holds.
+
+        Args:
+            complete: its answer is, so that its length tells something.
+        """
+        if req.rid in self.ledger:
+            self.ledger.close(req.rid)
+        if complete and job.estimate is not None:
+            self._reserve.observe(len(req.output_ids) - job.estimate.upper_tokens)
+
+    def _left_tokens(self, req: Any, job: Job) -> int:
+        schedule = self._schedule
+        return schedule.lengths.left_tokens(req, job, schedule.arrivals_per_s)
+
+
+def private_tokens(req: Any) -> int:
+    """What ``req`` holds for itself: preempting it gives so much back."""
+    return int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)

@@ -1,0 +1,254 @@
+"""What the scheduler process knows beyond SGLang's own queue, and its owner.
+
+    a request comes ----------> Job, on its state                        requests.py
+    calc_priority ------------> order of the waiting, who is held back   ordering.py
+    PrefillAdder -------------> what KV is promised, what fits           reserving.py
+    update_running_batch -----> who gives way before KV runs short       preempting.py
+    a request gives KV back --> lengths and SLOs are learnt from it      here
+
+The decisions are those of ``sglang_kvshare.scheduling``, which the simulator runs as well. A fault
+in any of them leaves SGLang's own behaviour.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine.index_mirror import int64
+from sglang_kvshare.engine.lengths import Lengths
+from sglang_kvshare.engine.reserving import Reserving
+from sglang_kvshare.engine.state import RequestState, state_of
+from sglang_kvshare.matching.glance import Glance, glance
+from sglang_kvshare.scheduling.forward_cost import Load, Recent
+from sglang_kvshare.scheduling.jobs import Waiting
+from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimate
+from sglang_kvshare.scheduling.parts import SchedulingParts
+from sglang_kvshare.scheduling.prefill_budget import prefill_tokens
+from sglang_kvshare.scheduling.slo import Slo
+
+logger = logging.getLogger(__name__)
+
+#: Share of the old arrival rate that is left after a second.
+_RATE_FORGETTING_PER_S = 0.95
+
+
+@dataclass(eq=False)
+class Job:
+    """What scheduling knows of one request; compared by identity.
+
+    Attributes:
+        owner: the schedule.
+        waiting: as an order sees it, kept up to date as far as anybody asked.
+        namespace: its own.
+        seen: a glance at its prompt; ``None`` until the order asks.
+        looked: pass in which ``waiting`` was last brought up to date.
+        held: it waits in this pass for a passage that another one computes.
+        asked, estimate: what is expected of its answer; ``None`` until it is first considered for
+            admission.
+        slo: what it is to meet.
+    """
+
+    owner: Schedule
+    waiting: Waiting
+    namespace: bytes
+    seen: Glance | None = None
+    looked: int = -1
+    held: bool = False
+    asked: Asked | None = None
+    estimate: LengthEstimate | None = None
+    slo: Slo = Slo()
+
+
+class Clock:
+    """Milliseconds for scheduling.
+
+    Tensor-parallel ranks must come to the same decisions and no two read the same time, so that
+    with more than one time is counted in scheduling passes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.is_time = ranks == 1
+        self._passes = 0
+
+    def passed(self) -> None:
+        """A scheduling pass begins."""
+        self._passes += 1
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def now_ms(self) -> float:
+        return time.perf_counter() * 1e3 if self.is_time else float(self._passes)
+
+
+class Schedule:
+    """Owner of the policies' state in one scheduler process.
+
+    Args:
+        cache: the tree cache, which this belongs to.
+        parts: the policies.
+        lengths: what answers' lengths are told by.
+        ranks: of tensor parallelism.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        config: KVShareConfig,
+        parts: SchedulingParts,
+        lengths: Lengths,
+        ranks: int = 1,
+    ) -> None:
+        self.cache = cache
+        self.config = config
+        self.parts = parts
+        self.lengths = lengths
+        self.clock = Clock(ranks)
+        self.reserving: Reserving | None = None
+        if parts.ledger is not None and parts.reserve is not None:
+            self.reserving = Reserving(self, parts.ledger, parts.reserve)
+        self._decode_ms: defaultdict[int, Recent] = defaultdict(Recent)
+        self._number = 0
+        self._rate_per_s = 0.0
+        self._rate_at_ms = self.clock.now_ms()
+
+    def arrived(self, req: Any, state: RequestState, namespace: bytes) -> None:
+        """A request enters the scheduler."""
+        now_ms = self.clock.now_ms()
+        self._number += 1
+        options = state.options
+        slo = self.parts.slos.of(state.tenant or "", Slo(options.ttft_slo_ms, options.tbt_slo_ms))
+        state.job = Job(
+            owner=self,
+            waiting=Waiting(
+                rid=req.rid,
+                number=self._number,
+                arrived_ms=now_ms,
+                prompt_tokens=len(req.origin_input_ids),
+                ttft_slo_ms=slo.ttft_ms,
+            ),
+            namespace=namespace,
+            slo=slo,
+        )
+        self._count_arrival(now_ms)
+
+    @property
+    def arrivals_per_s(self) -> float:
+        """Of late; 0 where time is not told."""
+        return self._rate_per_s
+
+    def _count_arrival(self, now_ms: float) -> None:
+        if not self.clock.is_time:
+            return
+        passed_s = max(0.0, now_ms - self._rate_at_ms) / 1e3
+        self._rate_at_ms = now_ms
+        # An exponential window: each arrival counts for ever less, all weights sum to one second.
+        self._rate_per_s *= _RATE_FORGETTING_PER_S**passed_s
+        self._rate_per_s += -math.log(_RATE_FORGETTING_PER_S)
+
+    def fault(self, where: str) -> None:
+        """A decision could not be made; SGLang's own stands. Call it while handling the error."""
+        logger.exception("KVShare could not decide on %s; SGLang does", where)
+        self.cache.fault("schedule")
+
+    def see(self, req: Any, job: Job) -> None:
+        """Have a glance at the prompt, once."""
+        if job.seen is None:
+            prompt = int64(req.origin_input_ids)
+            job.seen = glance(prompt, self.cache.index.window, job.namespace)
+
+    def cost_ms(self, req: Any, rows: int, context_tokens: int, *, narrowed: bool) -> float:
+        """Predicted time of a prefill; its rows where no times are known."""
+        gate = self.cache.gate_of([req])
+        rows = max(rows, 1)
+        if gate is None or not gate.cost.known:
+            return float(rows)
+        return float(gate.cost.ms(Load.of(rows, max(context_tokens, rows)), narrowed=narrowed))
+
+    def decoded(self, requests: int, ms: float) -> None:
+        """A decode step of so many requests was measured."""
+        if requests > 0 and ms > 0:
+            self._decode_ms[requests.bit_length()].add(ms)
+
+    def prefill_limit(self, running: list[Any], limit_tokens: int) -> int:
+        """Tokens of prefill that may go before the next decode step of ``running``."""
+        jobs = [job for job in map(job_of, running) if job is not None]
+        slos = [job.slo.tbt_ms for job in jobs if job.slo.tbt_ms is not None]
+        step = self._decode_ms[len(running).bit_length()]
+        gate = self.cache.gate_of(running[:1])
+        if not slos or gate is None or not len(step):
+            return limit_tokens
+        return prefill_tokens(gate.cost, step.median, min(slos), limit_tokens)
+
+    def admitted(self, req: Any) -> None:
+        """``req`` is in the batch that is being built."""
+        job = job_of(req)
+        assert job is not None
+        holder = self.parts.holder
+        if holder is not None:
+            self.see(req, job)
+            assert job.seen is not None
+            rows = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
+            takes_ms = job.waiting.effective_ms or self.cost_ms(req, rows, rows, narrowed=False)
+            # A pass, where time is counted in these.
+            ends_ms = self.clock.now_ms() + (takes_ms if self.clock.is_time else 1.0)
+            holder.begins(req.rid, job.seen.keys, ends_ms)
+        if self.reserving is not None:
+            self.reserving.admitted(req, job)
+
+    def computed(self, req: Any) -> None:
+        """What the prefill of ``req`` computed can be found from now on."""
+        if self.parts.holder is not None:
+            self.parts.holder.ended(req.rid)
+
+    def ended(self, req: Any, state: RequestState) -> None:
+        """``req`` gives its KV back: finished, aborted or preempted."""
+        job = state.job
+        if job is None:
+            return
+        complete = req.finished() and not _was_aborted(req)
+        if self.parts.holder is not None:
+            self.parts.holder.ended(req.rid)
+        if self.reserving is not None:
+            self.reserving.ended(req, job, complete=complete)
+        if complete:
+            self.lengths.answered(req, job)
+            self._attained(req, state, job)
+
+    def _attained(self, req: Any, state: RequestState, job: Job) -> None:
+        times, tokens, tenant = req.time_stats, len(req.output_ids), state.tenant or ""
+        first_s = times.prefill_finished_time
+        if not first_s:
+            return
+        slos, metrics = self.parts.slos, self.cache.metrics
+        ttft_ms = (first_s - times.scheduler_recv_time) * 1e3
+        slos.observe_ttft(tenant, ttft_ms, job.slo)
+        metrics.attained("ttft", tenant, ttft_ms, job.slo.ttft_ms)
+        if tokens > 1:
+            gap_ms = ((times.completion_time or time.perf_counter()) - first_s) * 1e3 / (tokens - 1)
+            slos.observe_tbt(tenant, gap_ms, job.slo)
+            metrics.attained("tbt", tenant, gap_ms, job.slo.tbt_ms)
+
+
+def _was_aborted(req: Any) -> bool:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def job_of(req: Any) -> Job | None:
+    """``None`` for requests that did not come through the scheduler's ordinary entrance."""
+    state = state_of(req)
+    return None if state is None else state.job
+
+
+def schedule_of(cache: Any) -> Schedule | None:
+    """The schedule of a tree cache; ``None`` where stock SGLang's serves."""
+    return getattr(cache, "schedule", None)

@@ -1,0 +1,99 @@
+"""The schedule of one scheduler process, put together as the configuration wants it.
+
+Seams: ``TreeCacheBuildContext``, the KV pool and its allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine.lengths import Lengths, read_estimator
+from sglang_kvshare.engine.schedule import Schedule
+from sglang_kvshare.matching.sketch import WindowSketcher
+from sglang_kvshare.scheduling.parts import ScheduleSettings, build_parts
+from sglang_kvshare.scheduling.slo import Slo
+from sglang_kvshare.tenants import TenantBook
+
+if TYPE_CHECKING:
+    from sglang_kvshare.matching.answered import AnsweredPrompts
+
+logger = logging.getLogger(__name__)
+
+
+def build_schedule(
+    cache: Any, ctx: Any, sketcher: WindowSketcher | None, tenants: TenantBook | None
+) -> Schedule:
+    """
+    Args:
+        cache: KVShare's tree cache.
+        ctx: ``TreeCacheBuildContext``, with the loaded model.
+        sketcher: of prompts; ``None`` where similar donors are not wanted.
+        tenants: who may have SLOs of their own, and learns nothing of others.
+    """
+    config: KVShareConfig = cache.config
+    isolated = tenants is not None
+    path = Path(config.length_file) if config.length_file else None
+    estimator = read_estimator(path, isolated=isolated)
+    allocator = ctx.params.token_to_kv_pool_allocator
+    parts = build_parts(
+        settings_of(config, isolated=isolated),
+        pool_tokens=int(allocator.size),
+        page_tokens=int(ctx.params.page_size),
+        bytes_per_token=_bytes_per_token(allocator),
+        tenants=None if tenants is None else _slos(tenants),
+        lengths=estimator,
+    )
+    lengths = Lengths(
+        estimator,
+        _prompts(cache, config, sketcher),
+        (config.length_confidence, config.length_confidence_slope),
+        # One rank writes, and all read the same file.
+        path if ctx.tp_rank == 0 else None,
+        cache.fault,
+    )
+    return Schedule(cache, config, parts, lengths, ctx.tp_size)
+
+
+def settings_of(config: KVShareConfig, *, isolated: bool = False) -> ScheduleSettings:
+    """The part of the configuration that is about scheduling."""
+    return ScheduleSettings(
+        schedule=config.schedule,
+        most_bypasses=config.most_bypasses,
+        hold_ms=config.hold_ms,
+        reserve=config.reserve,
+        lookahead_steps=config.lookahead_steps,
+        confidence=config.length_confidence,
+        confidence_slope=config.length_confidence_slope,
+        isolated_lengths=isolated,
+        victims=config.victims,
+        most_preemptions=config.most_preemptions,
+        ttft_slo_ms=config.ttft_slo_ms,
+        tbt_slo_ms=config.tbt_slo_ms,
+    )
+
+
+def _slos(tenants: TenantBook) -> dict[str, Slo]:
+    return {
+        name: Slo(tenant.ttft_slo_ms, tenant.tbt_slo_ms)
+        for name, tenant in tenants.file.tenants.items()
+    }
+
+
+def _bytes_per_token(allocator: Any) -> int:
+    pool = allocator.get_kvcache()
+    keys, values = pool.get_kv_size_bytes()
+    return max(1, (int(keys) + int(values)) // max(1, int(allocator.size)))
+
+
+def _prompts(
+    cache: Any, config: KVShareConfig, sketcher: WindowSketcher | None
+) -> AnsweredPrompts | None:
+    """Answers to similar prompts; an embedder takes too long for every prompt's end."""
+    if sketcher is None or config.embedder or cache.mirror.similar is None:
+        return None
+    from sglang_kvshare.matching.answered import AnsweredPrompts
+
+    return AnsweredPrompts(sketcher)
