@@ -9,6 +9,9 @@ prompts of about this length, those of the namespace, and all. Each is trusted b
 of late, so that drift is followed and no second model is needed. The padding is the error that a
 share ``confidence`` of the recent errors stays below (a conformal quantile); with few errors it is
 Hoeffding's bound over their range (arXiv 2503.13773, where a head of the model predicts).
+
+An answer that outgrew its bound is asked about anew: of the answers that were as long as it is
+already, how much longer did they get?
 """
 
 from __future__ import annotations
@@ -91,12 +94,17 @@ class LengthEstimator:
     """Learns from every answer; bounded in memory whatever comes.
 
     One scheduler owns it. What it says is a pure function of what it was told, in order.
+
+    Args:
+        isolated: what is said of a namespace rests on its own answers alone. Otherwise one without
+            any falls back on those of all, which tells it a little about theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, isolated: bool = False) -> None:
+        self.isolated = isolated
         self._answers: OrderedDict[str, deque[int]] = OrderedDict()
         #: Mean absolute error of each predictor, of logarithms.
-        self._off: dict[str, float] = {}
+        self._off: OrderedDict[str, float] = OrderedDict()
         self._errors: OrderedDict[str, deque[int]] = OrderedDict()
 
     def estimate(self, asked: Asked, confidence: float) -> LengthEstimate:
@@ -107,12 +115,9 @@ class LengthEstimator:
         Raises:
             ValueError: another confidence, or ``max_new_tokens`` below 1.
         """
-        if not 0 < confidence < 1:
-            raise ValueError(f"confidence={confidence}: allowed are values between 0 and 1")
-        if asked.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={asked.max_new_tokens}: the least is 1")
+        _check(asked, confidence)
         opinions = self._opinions(asked)
-        predicted = self._agreed(opinions, asked.max_new_tokens)
+        predicted = self._agreed(opinions, asked)
         errors = self._errors_of(asked)
         padding = _padding(errors, confidence, asked.max_new_tokens)
         upper = min(asked.max_new_tokens, max(1, predicted + padding))
@@ -127,13 +132,37 @@ class LengthEstimator:
         """
         for name, opinion in estimate.opinions.items():
             off = abs(math.log((answer_tokens + 1) / (opinion + 1)))
-            before = self._off.get(name)
-            self._off[name] = (
+            key = self._judged(name, asked)
+            before = self._off.get(key)
+            self._off[key] = (
                 off if before is None else _FORGETTING * before + (1 - _FORGETTING) * off
             )
-        for group in _groups(asked):
+            self._off.move_to_end(key)
+        while len(self._off) > _MOST_GROUPS:
+            self._off.popitem(last=False)
+        for group in self._groups(asked).values():
             _kept(self._answers, group).append(answer_tokens)
             _kept(self._errors, group).append(answer_tokens - estimate.predicted_tokens)
+
+    def longer(self, asked: Asked, so_far_tokens: int, confidence: float) -> int:
+        """Upper bound of a whole answer that has ``so_far_tokens`` already and goes on.
+
+        Of the answers that were as long, a share ``confidence`` ended before it.
+
+        Raises:
+            ValueError: as :meth:`estimate`.
+        """
+        _check(asked, confidence)
+        most_more = asked.max_new_tokens - so_far_tokens
+        if most_more <= 1:
+            return max(so_far_tokens, asked.max_new_tokens)
+        more: list[int] = []
+        for group in self._groups(asked).values():
+            answers = self._answers.get(group, ())
+            more = [tokens - so_far_tokens for tokens in answers if tokens > so_far_tokens]
+            if len(more) >= _ENOUGH_ERRORS:
+                break
+        return so_far_tokens + min(most_more, max(1, _padding(more, confidence, most_more)))
 
     # --- to a file and back ------------------------------------------------------------------
 
@@ -141,6 +170,7 @@ class LengthEstimator:
         """What :meth:`from_state` reads; plain values for a JSON file of at most a few MB."""
         return {
             "version": _VERSION,
+            "isolated": self.isolated,
             "answers": {group: list(told) for group, told in self._answers.items()},
             "errors": {group: list(told) for group, told in self._errors.items()},
             "off": dict(self._off),
@@ -152,14 +182,14 @@ class LengthEstimator:
         Raises:
             ValueError: of another version or another shape; the caller begins anew.
         """
-        made = cls()
+        made = cls(isolated=state.get("isolated") is True)
         try:
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']}, expected {_VERSION}")
             for kept, name in ((made._answers, "answers"), (made._errors, "errors")):
                 for group, told in state[name].items():
                     _kept(kept, str(group)).extend(int(one) for one in told)
-            made._off = {str(name): float(off) for name, off in state["off"].items()}
+            made._off.update((str(name), float(off)) for name, off in state["off"].items())
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no state of a length estimator: {error!r}") from error
         return made
@@ -171,21 +201,22 @@ class LengthEstimator:
         told: dict[str, float] = {}
         if asked.neighbours:
             told["neighbours"] = _typical(asked.neighbours)
-        for name, group in zip(("alike", "namespace", "all"), _groups(asked), strict=True):
+        for name, group in self._groups(asked).items():
             answers = self._answers.get(group)
             if answers:
                 told[name] = _typical(answers)
         most = float(asked.max_new_tokens)
         return {name: min(most, tokens) for name, tokens in told.items()}
 
-    def _agreed(self, opinions: Mapping[str, float], most: int) -> int:
+    def _agreed(self, opinions: Mapping[str, float], asked: Asked) -> int:
         """The mean of the logarithms, each weighted by how close it was of late."""
+        most = asked.max_new_tokens
         if not opinions:
             return max(1, round(most * _UNSEEN_SHARE))
         total = weights = 0.0
         for name, tokens in opinions.items():
             # Squared, so that a predictor that is twice as far off counts for a quarter.
-            weight = 1 / (self._off.get(name, 1.0) + 0.05) ** 2
+            weight = 1 / (self._off.get(self._judged(name, asked), 1.0) + 0.05) ** 2
             total += weight * math.log(tokens + 1)
             weights += weight
         return min(most, max(1, round(math.exp(total / weights) - 1)))
@@ -193,18 +224,36 @@ class LengthEstimator:
     def _errors_of(self, asked: Asked) -> Sequence[int]:
         """Of the narrowest group that has enough of them."""
         found: Sequence[int] = ()
-        for group in _groups(asked):
+        for group in self._groups(asked).values():
             found = self._errors.get(group, ())
             if len(found) >= _ENOUGH_ERRORS:
                 break
         return found
 
+    def _groups(self, asked: Asked) -> dict[str, str]:
+        """Groups whose answers say something about it, the narrowest first."""
+        name = _named(asked.namespace)
+        groups = {
+            "alike": f"{name};{max(asked.prompt_tokens, 1).bit_length()}",
+            "namespace": name,
+        }
+        return groups if self.isolated else groups | {"all": "*"}
 
-def _groups(asked: Asked) -> tuple[str, str, str]:
-    """The narrowest first: alike, of the namespace, all."""
-    doubled = max(asked.prompt_tokens, 1).bit_length()
-    name = f"{len(asked.namespace)}:{asked.namespace}"
-    return f"{name};{doubled}", name, "*"
+    def _judged(self, predictor: str, asked: Asked) -> str:
+        """Whose record a predictor is trusted by."""
+        return f"{predictor};{_named(asked.namespace)}" if self.isolated else predictor
+
+
+def _named(namespace: str) -> str:
+    """With its length, so that no name looks like another's group."""
+    return f"{len(namespace)}:{namespace}"
+
+
+def _check(asked: Asked, confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence}: allowed are values between 0 and 1")
+    if asked.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={asked.max_new_tokens}: the least is 1")
 
 
 def _kept(groups: OrderedDict[str, deque[int]], group: str) -> deque[int]:
@@ -237,3 +286,48 @@ def _direction(errors: Sequence[int]) -> str:
     if under == over:
         return "even"
     return "under" if under > over else "over"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Answers that were promised an upper bound with about one confidence.
+
+    Attributes:
+        promised: mean of the confidences.
+        observed: share of the answers that were no longer than their bound.
+        answers: so many.
+        padding: mean of the bounds over the mean of the answers: what the promise costs.
+    """
+
+    promised: float
+    observed: float
+    answers: int
+    padding: float
+
+
+class Calibration:
+    """Promised against observed coverage, by confidence in steps of a twentieth."""
+
+    _STEPS = 20
+
+    def __init__(self) -> None:
+        #: Answers, of these covered, sums of confidences, of bounds and of lengths.
+        self._sums = np.zeros((self._STEPS + 1, 5))
+
+    def observe(self, estimate: LengthEstimate, answer_tokens: int) -> None:
+        """An answer is complete."""
+        self._sums[round(estimate.confidence * self._STEPS)] += (
+            1,
+            answer_tokens <= estimate.upper_tokens,
+            estimate.confidence,
+            estimate.upper_tokens,
+            answer_tokens,
+        )
+
+    def report(self) -> list[Coverage]:
+        """One entry for each confidence that was promised, the least first."""
+        return [
+            Coverage(promised / count, covered / count, int(count), bounds / max(lengths, 1.0))
+            for count, covered, promised, bounds, lengths in self._sums.tolist()
+            if count
+        ]

@@ -1,0 +1,184 @@
+"""Which waiting requests go first: a score, and a window that no score gets around.
+
+    number      7  8  9 10 11 12 13 14 15 16 17 ...
+    waiting     x     x  x     x     x  x     x
+                |<- most_bypasses = 8 ->|
+                sorted by score          first come first served
+
+Only requests whose number lies less than ``most_bypasses`` beyond the oldest waiting one's may go
+ahead of older ones. So no request is overtaken by ``most_bypasses`` younger ones, whatever they
+score and whenever they come: a j that overtakes i has number_j < oldest + most_bypasses, and while
+i waits the oldest is no younger than i. KVShare's order, by hit rate (arXiv 2503.16525), has no
+such bound, and a stream of good hits starves the rest.
+
+Inside the window, first to last: those that resume; those that waited for a good part of their
+TTFT SLO and can still meet it; the others. In each of the three, requests of like cost stand beside
+each other, the groups in the order of their best member, for a batch takes as long as its longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sglang_kvshare.scheduling.jobs import Waiting
+
+#: From this share of its TTFT SLO on a request has aged.
+AGED_SHARE = 0.5
+#: SLO of those without one, as far as ageing goes.
+PATIENCE_MS = 10_000.0
+#: SGLang sorts by prefix only up to so many (`WAITING_QUEUE_PREFIX_MATCH_MAX`).
+_STOCK_SORTS_UP_TO = 128
+
+Score = Callable[[Waiting], float]
+
+
+class Order(Protocol):
+    """An order of the waiting queue."""
+
+    @property
+    def name(self) -> str: ...
+
+    def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
+        """Indices into ``waiting``, each once; the first goes first. Changes nothing."""
+        ...
+
+
+class Windowed:
+    """By score inside the window, first come first served beyond it; larger priorities first.
+
+    Args:
+        score: the lowest goes first.
+        most_bypasses: size of the window. 1 is first come first served.
+        patience_ms: SLO of those without one, as far as ageing goes.
+
+    Raises:
+        ValueError: ``most_bypasses`` below 1.
+    """
+
+    def __init__(
+        self, name: str, score: Score, most_bypasses: int, patience_ms: float = PATIENCE_MS
+    ) -> None:
+        if most_bypasses < 1:
+            raise ValueError(f"most_bypasses={most_bypasses}: the least is 1")
+        self.name = name
+        self._score = score
+        self._most_bypasses = most_bypasses
+        self._patience_ms = patience_ms
+
+    def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
+        inside = in_window(waiting, self._most_bypasses)
+        #: Per priority: three tiers inside the window, the rest beyond it.
+        tiers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in by_arrival(waiting):
+            one = waiting[i]
+            tiers[-one.priority, self._tier(one, now_ms) if inside[i] else _BEYOND].append(i)
+        ordered: list[int] = []
+        for (_, tier), indices in sorted(tiers.items()):
+            ordered += indices if tier == _BEYOND else self._grouped(waiting, indices)
+        return ordered
+
+    def _tier(self, one: Waiting, now_ms: float) -> int:
+        if one.preemptions > 0:
+            return _RESUMES
+        waited_ms = now_ms - one.arrived_ms
+        slo_ms = one.ttft_slo_ms
+        if slo_ms is None:
+            return _AGED if waited_ms > AGED_SHARE * self._patience_ms else _OTHERS
+        # One that is late already must not make others late.
+        in_time = waited_ms + one.effective_ms <= slo_ms
+        return _AGED if in_time and waited_ms > AGED_SHARE * slo_ms else _OTHERS
+
+    def _grouped(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
+        """By score; those of like cost follow the best of them. Equal ones as they came."""
+        groups: dict[int, list[int]] = {}
+        for i in sorted(indices, key=lambda i: self._score(waiting[i])):
+            groups.setdefault(cost_class(waiting[i].effective_ms), []).append(i)
+        return [i for group in groups.values() for i in group]
+
+
+_RESUMES, _AGED, _OTHERS, _BEYOND = range(4)
+
+
+class AsQueued:
+    """SGLang's ``fcfs``: as they stand in its queue, in which a preempted one goes last."""
+
+    name = "stock-fcfs"
+
+    def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
+        return sorted(range(len(waiting)), key=lambda i: -waiting[i].priority)
+
+
+class LongestPrefix:
+    """SGLang's ``lpm``: longest prefix first, and as queued while more than 128 wait.
+
+    Left out: of several requests that share an uncached prefix SGLang puts all but one last.
+    """
+
+    name = "lpm"
+
+    def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
+        indices = list(range(len(waiting)))
+        if len(waiting) <= _STOCK_SORTS_UP_TO:
+            indices.sort(key=lambda i: -waiting[i].prefix_tokens)
+        return indices
+
+
+def by_arrival(waiting: Sequence[Waiting]) -> list[int]:
+    """Indices, the oldest first."""
+    return sorted(range(len(waiting)), key=lambda i: waiting[i].number)
+
+
+def in_window(waiting: Sequence[Waiting], most_bypasses: int) -> list[bool]:
+    """Of each, whether it may be put ahead of older ones of its priority.
+
+    Whoever admits requests past one that does not fit must ask this too, or the bound on bypasses
+    is lost.
+    """
+    oldest: dict[int, int] = {}
+    for one in waiting:
+        oldest[one.priority] = min(one.number, oldest.get(one.priority, one.number))
+    return [one.number < oldest[one.priority] + most_bypasses for one in waiting]
+
+
+def cost_class(effective_ms: float) -> int:
+    """Costs of one class are within a factor of two; everything up to 1 is one class."""
+    return math.frexp(max(effective_ms, 1.0))[1]
+
+
+def _least_hit(one: Waiting) -> float:
+    return -one.hit_share
+
+
+def _cost(one: Waiting) -> float:
+    return one.effective_ms
+
+
+_ORDERS: dict[str, Callable[[int], Order]] = {
+    "hit-rate": lambda most: Windowed("hit-rate", _least_hit, most),
+    "effective-cost": lambda most: Windowed("effective-cost", _cost, most),
+    "fcfs": lambda most: Windowed("fcfs", _cost, 1),
+    "stock-fcfs": lambda most: AsQueued(),
+    "lpm": lambda most: LongestPrefix(),
+}
+
+
+def orders() -> tuple[str, ...]:
+    """Names that :func:`order_named` knows."""
+    return tuple(_ORDERS)
+
+
+def order_named(name: str, most_bypasses: int = 64) -> Order:
+    """
+    Args:
+        most_bypasses: fewer younger requests than that overtake any one; without effect on
+            ``fcfs`` (none do) and on stock's two (any number).
+
+    Raises:
+        ValueError: no such order; it lists them.
+    """
+    if name not in _ORDERS:
+        raise ValueError(f"no order is named {name!r}; there are {', '.join(_ORDERS)}")
+    return _ORDERS[name](most_bypasses)
