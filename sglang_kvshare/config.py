@@ -280,7 +280,7 @@ class KVShareConfig:
     )
     length_confidence_slope: float = _option(
         0.001,
-        "How that falls with the arrival rate: length_confidence / (1 + slope * requests a second).",
+        "How that falls with the arrival rate: length_confidence / (1 + slope * arrivals_per_s).",
         low=0.0,
         high=1.0,
     )

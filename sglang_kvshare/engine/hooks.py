@@ -32,7 +32,10 @@ def hooks() -> tuple[Hook, ...]:
         (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
         (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
         (srt + "managers.schedule_policy.SchedulePolicy.calc_priority", ordering.calc_priority),
-        (srt + "managers.scheduler.Scheduler.update_running_batch", preempting.update_running_batch),
+        (
+            srt + "managers.scheduler.Scheduler.update_running_batch",
+            preempting.update_running_batch,
+        ),
         (
             srt + "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
             preempting.retraction_order,

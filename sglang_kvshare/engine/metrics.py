@@ -121,6 +121,33 @@ ATTAINED = Series(
     ("kind", "outcome", "tenant"),
     tuple((kind, outcome, "") for kind in ("ttft", "tbt") for outcome in ("met", "missed")),
 )
+ANSWERS = Series(
+    "kvshare:answers_total",
+    "counter",
+    "Answers that ended within the tokens reserved for them, and beyond.",
+    ("outcome",),
+    (("within",), ("beyond",)),
+)
+HELD = Series(
+    "kvshare:held_requests_total",
+    "counter",
+    "Requests held back for a passage that another one was computing, once for each hold.",
+)
+PREEMPTIONS = Series(
+    "kvshare:preemptions_total",
+    "counter",
+    "Running requests that gave way: before KV ran short, or when the pool was full.",
+    ("cause",),
+    (("foreseen",), ("pool_full",)),
+)
+RESERVED_TOKENS = Series(
+    "kvshare:reserved_tokens", "gauge", "KV tokens that running requests may grow to in all."
+)
+HOSTED_TOKENS = Series(
+    "kvshare:hosted_tokens",
+    "gauge",
+    "Of these, tokens granted twice: to those that will have ended when others grow there.",
+)
 INDEX_TOKENS = Series("kvshare:index_tokens", "gauge", "Cached tokens that can be found.")
 INDEX_NAMESPACES = Series(
     "kvshare:index_namespaces", "gauge", "Trust domains that hold at least one of them."
@@ -136,7 +163,8 @@ DONOR_LOCKS = Series(
     "kvshare:donor_locks", "gauge", "Donors that are locked until their values are copied."
 )
 SERIES = (
-    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED, ATTAINED),
+    *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED),
+    *(ATTAINED, ANSWERS, HELD, PREEMPTIONS, RESERVED_TOKENS, HOSTED_TOKENS),
     *(INDEX_TOKENS, INDEX_NAMESPACES, INDEX_ENTRIES, INDEX_BYTES, INDEX_FAILED, DONOR_LOCKS),
 )
 
@@ -261,6 +289,7 @@ class Metrics:
         self._log_lines = log_lines
         self._clock = clock
         self._read_index: Callable[[], IndexSize] | None = None
+        self._read_schedule: Callable[[], Mapping[Series, float]] | None = None
         self._gauges_at: float | None = None
         self._line_at = clock()
         #: Totals of the counters since the start, by series and label values.
@@ -275,6 +304,10 @@ class Metrics:
     def watch(self, read_index: Callable[[], IndexSize]) -> None:
         """Where the gauges come from; asked at most once a second."""
         self._read_index = read_index
+
+    def watch_schedule(self, read: Callable[[], Mapping[Series, float]]) -> None:
+        """Where further gauges come from; asked at most once a second."""
+        self._read_schedule = read
 
     @_safe
     def prefill(self, report: ReuseReport, branch_tokens: int = 0) -> None:
@@ -324,6 +357,21 @@ class Metrics:
             self._count(ATTAINED, 1, kind, "met" if took_ms <= slo_ms else "missed", tenant)
 
     @_safe
+    def answered(self, tokens: int, reserved_tokens: int) -> None:
+        """An answer is complete."""
+        self._count(ANSWERS, 1, "within" if tokens <= reserved_tokens else "beyond")
+
+    @_safe
+    def held_back(self) -> None:
+        """A request is held back."""
+        self._count(HELD, 1)
+
+    @_safe
+    def preempted(self, cause: str) -> None:
+        """A running request gave way; ``cause`` is one of the label's values."""
+        self._count(PREEMPTIONS, 1, cause)
+
+    @_safe
     def tick(self) -> None:
         """Once a scheduler step: set the gauges once a second, write the line once a minute."""
         now = self._clock()
@@ -332,8 +380,11 @@ class Metrics:
             return
         self._gauges_at = now
         size = self._read_index() if self._read_index is not None else None
-        if self._exporter is not None and size is not None:
-            for series, value in size.by_series().items():
+        if self._exporter is not None:
+            gauges = {} if size is None else dict(size.by_series())
+            if self._read_schedule is not None:
+                gauges |= self._read_schedule()
+            for series, value in gauges.items():
                 self._exporter.child(series).set(value)
         seconds = now - self._line_at
         if 0 <= seconds < LINE_SECONDS:

@@ -124,7 +124,9 @@ def look_at(schedule: Schedule, req: Any, job: Job) -> None:
             if found >= cache.config.min_saved_tokens:
                 reused = round(found * (1 - _recomputed_share(state)))
     waiting.reused_tokens = min(reused, max(0, rest - 1))
-    waiting.effective_ms = schedule.cost_ms(req, rest - waiting.reused_tokens, tokens, reused > 0)
+    waiting.effective_ms = schedule.cost_ms(
+        req, rest - waiting.reused_tokens, tokens, narrowed=reused > 0
+    )
 
 
 def _recomputed_share(state: Any) -> float:
@@ -132,10 +134,12 @@ def _recomputed_share(state: Any) -> float:
     return float(options.recompute_ratio if options.recompute_error >= 1 else 0.2)
 
 
-# --- who is held back ------------------------------------------------------------------------------
+# --- who is held back --------------------------------------------------------------------------
 
 
-def _held_last(schedule: Schedule, queue: list[Any], jobs: list[Job], order: list[int]) -> list[int]:
+def _held_last(
+    schedule: Schedule, queue: list[Any], jobs: list[Job], order: list[int]
+) -> list[int]:
     """``order`` with those last that wait for what is being computed, or by one before them."""
     holder, now_ms = schedule.parts.holder, schedule.clock.now_ms()
     assert holder is not None
@@ -149,13 +153,16 @@ def _held_last(schedule: Schedule, queue: list[Any], jobs: list[Job], order: lis
             kept.append(i)
             continue
         keys = _takes(req, job, lambda key: key in ahead_ms or key in holder)
-        wait_ms = max((ahead_ms.get(key, 0.0) for key in keys), default=0.0)
-        if keys and holder.held(
-            job.waiting, keys, _gain_ms(schedule, req, job, len(keys)), now_ms, wait_ms
-        ):
+        before_ms = max((ahead_ms[key] for key in keys if key in ahead_ms), default=None)
+        gain_ms = _gain_ms(schedule, req, job, len(keys)) if keys else 0.0
+        if keys and holder.held(job.waiting, keys, gain_ms, now_ms, before_ms):
             job.held = True
+            if not job.was_held:
+                schedule.cache.metrics.held_back()
+            job.was_held = True
             held.append(i)
         else:
+            job.was_held = False
             kept.append(i)
             ahead_ms.update(dict.fromkeys(job.seen.keys, job.waiting.effective_ms))
     return kept + held
@@ -176,6 +183,6 @@ def _gain_ms(schedule: Schedule, req: Any, job: Job, keys: int) -> float:
     state, waiting = state_of(req), job.waiting
     rest = waiting.prompt_tokens - waiting.prefix_tokens - waiting.reused_tokens
     more = min(keys * KEYS_APART, rest - 1) * (1 - _recomputed_share(state))
-    now = schedule.cost_ms(req, rest, waiting.prompt_tokens, False)
-    later = schedule.cost_ms(req, round(rest - more), waiting.prompt_tokens, True)
+    now = schedule.cost_ms(req, rest, waiting.prompt_tokens, narrowed=False)
+    later = schedule.cost_ms(req, round(rest - more), waiting.prompt_tokens, narrowed=True)
     return now - later

@@ -72,6 +72,7 @@ def preempt(scheduler: Any, schedule: Schedule, batch: Any, chosen: list[Any]) -
         way = swapping.preempt(scheduler, batch, at)
         batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != at])
         scheduler._add_request_to_queue(req, is_retracted=True)
+        schedule.cache.metrics.preempted("foreseen")
         logger.info("KVShare preempted request %s before KV runs short (%s)", req.rid, way)
     batch.batch_is_full = False
 
@@ -102,4 +103,3 @@ def _running(schedule: Schedule, req: Any) -> Running:
         preemptions=req.retraction_count,
         priority=job.waiting.priority,
     )
-

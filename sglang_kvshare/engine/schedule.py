@@ -16,12 +16,13 @@ import logging
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.index_mirror import int64
 from sglang_kvshare.engine.lengths import Lengths
+from sglang_kvshare.engine.metrics import HOSTED_TOKENS, RESERVED_TOKENS, Series
 from sglang_kvshare.engine.reserving import Reserving
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.matching.glance import Glance, glance
@@ -49,6 +50,7 @@ class Job:
         seen: a glance at its prompt; ``None`` until the order asks.
         looked: pass in which ``waiting`` was last brought up to date.
         held: it waits in this pass for a passage that another one computes.
+        was_held: in the pass before it did as well.
         asked, estimate: what is expected of its answer; ``None`` until it is first considered for
             admission.
         slo: what it is to meet.
@@ -60,9 +62,10 @@ class Job:
     seen: Glance | None = None
     looked: int = -1
     held: bool = False
+    was_held: bool = False
     asked: Asked | None = None
     estimate: LengthEstimate | None = None
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
 
 
 class Clock:
@@ -153,6 +156,16 @@ class Schedule:
         self._rate_per_s *= _RATE_FORGETTING_PER_S**passed_s
         self._rate_per_s += -math.log(_RATE_FORGETTING_PER_S)
 
+    def gauges(self) -> dict[Series, float]:
+        """For the metrics."""
+        ledger = self.parts.ledger
+        if ledger is None:
+            return {}
+        return {
+            RESERVED_TOKENS: ledger.reserved_tokens,
+            HOSTED_TOKENS: max(0, ledger.hosted_tokens),
+        }
+
     def fault(self, where: str) -> None:
         """A decision could not be made; SGLang's own stands. Call it while handling the error."""
         logger.exception("KVShare could not decide on %s; SGLang does", where)
@@ -219,6 +232,8 @@ class Schedule:
         if self.reserving is not None:
             self.reserving.ended(req, job, complete=complete)
         if complete:
+            if job.estimate is not None:
+                self.cache.metrics.answered(len(req.output_ids), job.estimate.upper_tokens)
             self.lengths.answered(req, job)
             self._attained(req, state, job)
 

@@ -93,9 +93,11 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     gate = BenefitGate() if config.gate == "measured" and ctx.tp_size == 1 else None
     logger.info("KVShare is on: %s", config.to_json())
     layers = len(decoder_layers(ctx.tp_worker.model_runner.model))
-    cache = KVShareRadixCache(ctx.params, config, gate, build_metrics(), layers, sketcher, limits)
+    metrics = build_metrics()
+    cache = KVShareRadixCache(ctx.params, config, gate, metrics, layers, sketcher, limits)
     cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
     cache.schedule = build_schedule(cache, ctx, sketcher, tenants)
+    metrics.watch_schedule(cache.schedule.gauges)
     return cache
 
 

@@ -73,15 +73,25 @@ class Holder:
         self._held.pop(rid, None)
 
     def held(
-        self, waiting: Waiting, keys: Collection[Hashable], gain_ms: float, now_ms: float
+        self,
+        waiting: Waiting,
+        keys: Collection[Hashable],
+        gain_ms: float,
+        now_ms: float,
+        ahead_ms: float | None = None,
     ) -> bool:
         """Whether it should wait.
 
         Args:
             keys: what it could take.
             gain_ms: predicted saving of its prefill if it could.
+            ahead_ms: what the prefills take that are about to begin before it and compute some of
+                ``keys``; ``None`` for none.
         """
-        if self._most_hold_ms <= 0 or gain_ms <= self._wait_ms(keys, now_ms):
+        wait_ms = self._wait_ms(keys, now_ms)
+        if ahead_ms is not None:
+            wait_ms = ahead_ms if wait_ms == float("inf") else max(wait_ms, ahead_ms)
+        if self._most_hold_ms <= 0 or gain_ms <= wait_ms:
             return False
         held = self._held.get(waiting.rid)
         if held is None:
@@ -90,6 +100,10 @@ class Holder:
             now_ms - held.since_ms < self._most_hold_ms
             and self._begun - held.begun < self._most_bypasses
         )
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a prefill in flight computes it."""
+        return key in self._computed
 
     def __len__(self) -> int:
         """Prefills in flight."""
