@@ -267,11 +267,13 @@ class LiveScheduler:
         tenant: str | None = None,
         logprobs: bool = False,
         logprob_start_len: int = -1,
+        stop: Sequence[int] = (),
     ) -> None:
         """One greedy completion, received in the next turn.
 
         Args:
             tenant: whose it is, as the HTTP process says; the salt does not follow from it here.
+            stop: tokens that end the answer.
 
         Raises:
             RequestError: a setting in ``kvshare`` is not allowed.
@@ -285,7 +287,8 @@ class LiveScheduler:
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
-            ignore_eos=True,
+            ignore_eos=not stop,
+            stop_token_ids=list(stop) or None,
             custom_params=custom or None,
         )
         params.normalize(None)

@@ -145,15 +145,16 @@ def _held_last(
     assert holder is not None
     kept: list[int] = []
     held: list[int] = []
-    #: What those before compute in this pass -> what their prefill takes.
-    ahead_ms: dict[int, float] = {}
+    #: What those before it compute in this pass.
+    ahead: set[int] = set()
     for i in order:
         job, req = jobs[i], queue[i]
         if job.seen is None or job.looked < 0:
             kept.append(i)
             continue
-        keys = _takes(req, job, lambda key: key in ahead_ms or key in holder)
-        before_ms = max((ahead_ms[key] for key in keys if key in ahead_ms), default=None)
+        keys = _takes(req, job, lambda key: key in ahead or key in holder)
+        # In one batch with them it would be done no sooner than they are: that wait is none.
+        before_ms = None if ahead.isdisjoint(keys) else 0.0
         gain_ms = _gain_ms(schedule, req, job, len(keys)) if keys else 0.0
         if keys and holder.held(job.waiting, keys, gain_ms, now_ms, before_ms):
             job.held = True
@@ -164,7 +165,7 @@ def _held_last(
         else:
             job.was_held = False
             kept.append(i)
-            ahead_ms.update(dict.fromkeys(job.seen.keys, job.waiting.effective_ms))
+            ahead.update(job.seen.keys)
     return kept + held
 
 

@@ -208,11 +208,12 @@ class Schedule:
         if holder is not None:
             self.see(req, job)
             assert job.seen is not None
-            rows = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
-            takes_ms = job.waiting.effective_ms or self.cost_ms(req, rows, rows, narrowed=False)
-            # A pass, where time is counted in these.
-            ends_ms = self.clock.now_ms() + (takes_ms if self.clock.is_time else 1.0)
-            holder.begins(req.rid, job.seen.keys, ends_ms)
+            # Those of one batch are done together; only further chunks are waited for.
+            tokens = len(req.full_untruncated_fill_ids)
+            left, takes_ms = tokens - int(req.extend_end), 0.0
+            if left and self.clock.is_time:
+                takes_ms = self.cost_ms(req, left, tokens, narrowed=False)
+            holder.begins(req.rid, job.seen.keys, self.clock.now_ms() + takes_ms)
         if self.reserving is not None:
             self.reserving.admitted(req, job)
 

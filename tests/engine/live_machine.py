@@ -39,6 +39,8 @@ TIE, ROUNDING = 2e-3, 5e-4
 DOMAINS = [(None, None), ("s", None), (None, "s"), ("a", "b")]
 STATES = ("waiting", "chunked", "prefilled", "decoding", "retracted")
 LIVE_REQUESTS = 8
+#: Decode steps that the ledger counts for a request that stands still meanwhile.
+LEDGER_DRIFT = 64
 #: Reasons that only a fault of KVShare gives.
 FAULTS = (
     *("planning_failed", "placement_failed", "selection_failed", "narrowing_failed"),
@@ -417,6 +419,7 @@ class LiveMachine(RuleBasedStateMachine):
         check_slots(self.live)
         check_locks(self.live)
         check_index(self.live.cache)
+        check_ledger(self.live)
 
     def judge(self, sent: Sent, got: Finished) -> None:
         """One answer: its length, its counts, where its tokens came from, and its text."""
@@ -591,6 +594,24 @@ def check_locks(live: LiveScheduler) -> None:
     )
 
 
+def check_ledger(live: LiveScheduler) -> None:
+    """The ledger knows those that hold KV and no others, and what each holds to the page.
+
+    A fault of scheduling is swallowed (SGLang decides), and so must be looked for.
+    """
+    from sglang_kvshare.engine.metrics import FAULTS as FAULT_COUNTS
+
+    cache = live.cache
+    assert cache.metrics.totals[FAULT_COUNTS, ("schedule",)] == 0
+    ledger = cache.schedule.parts.ledger
+    holding = {req.rid: req for req in live.requests() if req.kv.holds_kv}
+    assert set(ledger._place) == set(holding)
+    for rid, req in holding.items():
+        held = int(ledger._base[ledger._place[rid]]) + ledger._now
+        most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        assert 0 <= held <= most + LEDGER_DRIFT, (rid, held)
+
+
 def check_index(cache: Any) -> None:
     """The run index holds the tree's exact tokens, each once, and those of branches that may serve.
 
@@ -626,6 +647,10 @@ def check_idle(live: LiveScheduler) -> None:
     assert live.cache.donors.holders == 0
     assert live.allocator.available_size() + live.cache.evictable_size() == live.allocator.size
     assert len(live.rows.free_slots) == live.rows.size
+    parts = live.cache.schedule.parts
+    assert not parts.ledger
+    assert not parts.holder
+    assert parts.host_pool.used_tokens == 0
 
 
 def check_empty(live: LiveScheduler) -> None:
