@@ -11,14 +11,16 @@ score and whenever they come: a j that overtakes i has number_j < oldest + most_
 i waits the oldest is no younger than i. KVShare's order, by hit rate (arXiv 2503.16525), has no
 such bound, and a stream of good hits starves the rest.
 
-Inside the window, first to last: those that resume; those that waited for a good part of their
-TTFT SLO and can still meet it; the others. In each of the three, requests of like cost stand beside
-each other, the groups in the order of their best member, for a batch takes as long as its longest.
+Inside the window, first to last: those that resume, as they came; those that waited for a good part
+of their TTFT SLO and can still meet it; the others. In the last two, requests of like cost stand
+beside each other, the groups in the order of their best member: a batch takes as long as its
+longest, so that a cheap request gains nothing in a batch of costly ones.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -69,16 +71,24 @@ class Windowed:
         self._patience_ms = patience_ms
 
     def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
-        inside = in_window(waiting, self._most_bypasses)
-        #: Per priority: three tiers inside the window, the rest beyond it.
-        tiers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in by_arrival(waiting):
-            one = waiting[i]
-            tiers[-one.priority, self._tier(one, now_ms) if inside[i] else _BEYOND].append(i)
         ordered: list[int] = []
-        for (_, tier), indices in sorted(tiers.items()):
-            ordered += indices if tier == _BEYOND else self._grouped(waiting, indices)
+        for queue in _queues(waiting):
+            end = _window_end(waiting, queue, self._most_bypasses)
+            ordered += self._best_first(waiting, queue[:end], now_ms)
+            ordered += queue[end:]
         return ordered
+
+    def _best_first(
+        self, waiting: Sequence[Waiting], window: list[int], now_ms: float
+    ) -> list[int]:
+        tiers: tuple[list[int], list[int], list[int]] = [], [], []
+        for i in window:
+            tiers[self._tier(waiting[i], now_ms)].append(i)
+        return [
+            *tiers[_RESUMES],
+            *self._grouped(waiting, tiers[_AGED]),
+            *self._grouped(waiting, tiers[_OTHERS]),
+        ]
 
     def _tier(self, one: Waiting, now_ms: float) -> int:
         if one.preemptions > 0:
@@ -99,7 +109,7 @@ class Windowed:
         return [i for group in groups.values() for i in group]
 
 
-_RESUMES, _AGED, _OTHERS, _BEYOND = range(4)
+_RESUMES, _AGED, _OTHERS = range(3)
 
 
 class AsQueued:
@@ -126,21 +136,35 @@ class LongestPrefix:
         return indices
 
 
-def by_arrival(waiting: Sequence[Waiting]) -> list[int]:
-    """Indices, the oldest first."""
-    return sorted(range(len(waiting)), key=lambda i: waiting[i].number)
-
-
 def in_window(waiting: Sequence[Waiting], most_bypasses: int) -> list[bool]:
     """Of each, whether it may be put ahead of older ones of its priority.
 
     Whoever admits requests past one that does not fit must ask this too, or the bound on bypasses
     is lost.
     """
-    oldest: dict[int, int] = {}
-    for one in waiting:
-        oldest[one.priority] = min(one.number, oldest.get(one.priority, one.number))
-    return [one.number < oldest[one.priority] + most_bypasses for one in waiting]
+    inside = [False] * len(waiting)
+    for queue in _queues(waiting):
+        for i in queue[: _window_end(waiting, queue, most_bypasses)]:
+            inside[i] = True
+    return inside
+
+
+def _queues(waiting: Sequence[Waiting]) -> list[list[int]]:
+    """Indices of each priority, the largest first; in each the oldest request first."""
+    queues: defaultdict[int, list[int]] = defaultdict(list)
+    numbers = [one.number for one in waiting]
+    for i in sorted(range(len(waiting)), key=numbers.__getitem__):
+        queues[waiting[i].priority].append(i)
+    return [queues[priority] for priority in sorted(queues, reverse=True)]
+
+
+def _window_end(waiting: Sequence[Waiting], queue: list[int], most_bypasses: int) -> int:
+    """So many of ``queue`` are in its window; their numbers are unique, so no more than its
+    size."""
+    beyond = waiting[queue[0]].number + most_bypasses
+    return bisect_left(
+        queue, beyond, hi=min(len(queue), most_bypasses), key=lambda i: waiting[i].number
+    )
 
 
 def cost_class(effective_ms: float) -> int:

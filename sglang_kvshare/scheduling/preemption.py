@@ -28,6 +28,11 @@ class VictimOrder(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def protects(self) -> bool:
+        """Whether those that were preempted often enough are spared."""
+        ...
+
     def key(self, one: Running) -> tuple[float, ...]:
         """The least goes first. It is unique, so that every rank sorts alike."""
         ...
@@ -37,6 +42,7 @@ class SloVictims:
     """CacheOPT's order; of requests alike in everything the youngest goes first."""
 
     name = "slo"
+    protects = True
 
     def key(self, one: Running) -> tuple[float, ...]:
         slo_ms = math.inf if one.tbt_slo_ms is None else one.tbt_slo_ms
@@ -47,6 +53,7 @@ class StockVictims:
     """SGLang's order (``ScheduleBatch._get_decode_retraction_order``)."""
 
     name = "stock"
+    protects = False
 
     def key(self, one: Running) -> tuple[float, ...]:
         return one.output_tokens, -one.prompt_tokens, -one.number
@@ -85,7 +92,7 @@ def victims(
     def key(i: int) -> tuple[float, ...]:
         one = running[i]
         # Of the protected, those that were preempted least.
-        protected = max(0, one.preemptions - most_preemptions + 1)
+        protected = max(0, one.preemptions - most_preemptions + 1) if order.protects else 0
         return protected, one.priority, *order.key(one)
 
     chosen: list[int] = []
