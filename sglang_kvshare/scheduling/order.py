@@ -151,9 +151,12 @@ def in_window(waiting: Sequence[Waiting], most_bypasses: int) -> list[bool]:
 
 def _queues(waiting: Sequence[Waiting]) -> list[list[int]]:
     """Indices of each priority, the largest first; in each the oldest request first."""
-    queues: defaultdict[int, list[int]] = defaultdict(list)
     numbers = [one.number for one in waiting]
-    for i in sorted(range(len(waiting)), key=numbers.__getitem__):
+    arrivals = sorted(range(len(waiting)), key=numbers.__getitem__)
+    if len({one.priority for one in waiting}) == 1:
+        return [arrivals]
+    queues: defaultdict[int, list[int]] = defaultdict(list)
+    for i in arrivals:
         queues[waiting[i].priority].append(i)
     return [queues[priority] for priority in sorted(queues, reverse=True)]
 
