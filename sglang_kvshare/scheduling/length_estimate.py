@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -35,6 +35,8 @@ _FORGETTING = 0.97
 #: Answer that is expected where nothing was seen, as a share of `max_new_tokens`.
 _UNSEEN_SHARE = 0.5
 _VERSION = 1
+#: The group of all answers; no namespace is called so, see `_named`.
+_ALL = "*"
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,19 @@ class LengthEstimator:
                 break
         return so_far_tokens + min(most_more, max(1, _padding(more, confidence, most_more)))
 
+    def forget(self, namespaces: Collection[str]) -> None:
+        """Nothing of ``namespaces`` is remembered any more; nor is what all together have said,
+        from which theirs cannot be told apart."""
+        names = {_named(namespace) for namespace in namespaces}
+        for groups in (self._answers, self._errors):
+            # The lengths in names keep one from beginning like another.
+            for group in [g for g in groups if g == _ALL or g.rpartition(";")[0] in names]:
+                del groups[group]
+            for name in names:
+                groups.pop(name, None)
+        for key in [k for k in self._off if not self.isolated or k.partition(";")[2] in names]:
+            del self._off[key]
+
     # --- to a file and back ------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
@@ -200,12 +215,17 @@ class LengthEstimator:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> LengthEstimator:
+    def from_state(
+        cls, state: Mapping[str, Any], *, isolated: bool | None = None
+    ) -> LengthEstimator:
         """
+        Args:
+            isolated: as in the constructor; ``None`` for what it was.
+
         Raises:
             ValueError: of another version or another shape; the caller begins anew.
         """
-        made = cls(isolated=state.get("isolated") is True)
+        made = cls(state.get("isolated") is True if isolated is None else isolated)
         try:
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']}, expected {_VERSION}")
@@ -260,7 +280,7 @@ class LengthEstimator:
             "alike": f"{name};{max(asked.prompt_tokens, 1).bit_length()}",
             "namespace": name,
         }
-        return groups if self.isolated else groups | {"all": "*"}
+        return groups if self.isolated else groups | {"all": _ALL}
 
     def _judged(self, predictor: str, asked: Asked) -> str:
         """Whose record a predictor is trusted by."""

@@ -123,7 +123,9 @@ def test_a_restart_goes_on_where_it_was():
         assert again.longer(asked, 200, 0.9) == estimator.longer(asked, 200, 0.9)
     assert not again.isolated
     apart = LengthEstimator(isolated=True)
-    assert LengthEstimator.from_state(json.loads(json.dumps(apart.to_state()))).isolated
+    kept = json.loads(json.dumps(apart.to_state()))
+    assert LengthEstimator.from_state(kept).isolated
+    assert not LengthEstimator.from_state(kept, isolated=False).isolated
     for state in ({}, {"version": 2}, {"version": 1, "answers": 3, "errors": {}, "off": {}}):
         with pytest.raises(ValueError, match=r"version|state"):
             LengthEstimator.from_state(state)
@@ -236,6 +238,23 @@ def test_an_isolated_namespace_is_told_nothing_of_others():
     assert alone[0] == among[0]
     # Positive control: where they are not isolated the others do show.
     assert alone[1] != among[1]
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_what_is_forgotten_leaves_no_trace(isolated):
+    """But for the name, which nothing was learnt of."""
+    estimator, names = LengthEstimator(isolated), ("a", "a;7", "1:a", "b")
+    for name in names:
+        for prompt in (10, 100, 1000):
+            answered(estimator, Asked(name, prompt, 1024), 900)
+    estimator.forget({"a", "b"})
+    state = estimator.to_state()
+    kept = {"3:a;7", "3:a;7;4", "3:a;7;7", "3:a;7;10", "3:1:a", "3:1:a;4", "3:1:a;7", "3:1:a;10"}
+    assert set(state["answers"]) == set(state["errors"]) == kept
+    assert not any(key.endswith((";1:a", ";1:b")) for key in state["off"])
+    assert bool(state["off"]) == isolated
+    assert estimator.estimate(Asked("a", 100, 1024), 0.9).opinions == {}
+    assert estimator.estimate(Asked("a;7", 100, 1024), 0.9).opinions["alike"] == 900
 
 
 # --- calibration --------------------------------------------------------------------------------
