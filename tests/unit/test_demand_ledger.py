@@ -95,6 +95,16 @@ def test_a_guest_lives_in_the_unused_tail_of_its_host_and_guests_have_guests():
     assert alone.reserved_tokens == pool
 
 
+def test_the_drawing_of_the_documents_is_right():
+    """docs/scheduling.md: what a host, its guest and a guest of that hold together."""
+    ledger = opened([(24, 40), (12, 12), (3, 3)])
+    assert (ledger.held_tokens, ledger.reserved_tokens, ledger.peak_tokens) == (39, 94, 64)
+    for rid, step, together in (("r2", 3, 48), ("r1", 9, 60), ("r0", 28, 64)):
+        ledger.step(step)
+        assert ledger.held_tokens == together
+        ledger.close(rid)
+
+
 def test_cacheopts_rule_is_a_case_of_it():
     """host allocated - host used - guest's demand - buffer >= 0, if the guest ends in time."""
     host_used, host_left, buffer = 10, 50, 8
