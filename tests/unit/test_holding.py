@@ -64,6 +64,18 @@ def test_only_if_it_saves_more_than_the_wait():
     assert not holder.held(waiting(3), ["doc"], 0, 500)
 
 
+def test_those_chosen_before_it_in_the_same_pass_count_as_well():
+    holder = Holder(most_hold_ms=1000, most_bypasses=64)
+    assert not holder.held(waiting(1), ["doc"], 30, 0)
+    assert holder.held(waiting(1), ["doc"], 30, 0, ahead_ms=29)
+    assert not holder.held(waiting(2), ["doc"], 30, 0, ahead_ms=30)
+    # The last of them counts, in flight or not.
+    holder.begins("donor", ["doc"], ends_ms=100)
+    assert "doc" in holder
+    assert not holder.held(waiting(3), ["doc"], 99, 0, ahead_ms=10)
+    assert holder.held(waiting(3), ["doc"], 101, 0, ahead_ms=10)
+
+
 def test_no_longer_than_the_bound_in_time():
     holder = holding("doc", most_hold_ms=100)
     assert holder.held(waiting(1), ["doc"], 50, 1000)
