@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_kvshare.scheduling.jobs import Waiting
-from sglang_kvshare.scheduling.order import Order, Windowed, order_named
+from sglang_kvshare.scheduling.order import Order, Windowed, miss_share, order_named
 
 MS_PER_TOKEN = 0.1
 MS_PER_BATCH = 5.0
@@ -93,18 +93,11 @@ def served(requests: list[Waiting], order: Order, batch_tokens: int) -> Waits:
     return Waits(statistics.mean(ranked), p99_ms, ranked[-1], max(ahead.values(), default=0))
 
 
-class _Ungrouped(Windowed):
-    """By hit rate alone, as in the paper."""
-
-    def _grouped(self, waiting: list[Waiting], indices: list[int]) -> list[int]:  # type: ignore[override]
-        return sorted(indices, key=lambda i: -waiting[i].hit_share)
-
-
 ORDERS: dict[str, Callable[[], Order]] = {
     "fcfs": lambda: order_named("fcfs"),
     "lpm, as SGLang": lambda: order_named("lpm"),
     "hit-rate": lambda: order_named("hit-rate"),
-    "hit-rate, costs not grouped": lambda: _Ungrouped("ungrouped", lambda one: 0.0, 64),
+    "hit-rate, costs not grouped": lambda: Windowed("ungrouped", miss_share, 64, grouped=False),
     "hit-rate, no window": lambda: order_named("hit-rate", UNBOUNDED),
     "effective-cost": lambda: order_named("effective-cost"),
     "effective-cost, no window": lambda: order_named("effective-cost", UNBOUNDED),

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sglang_kvshare.scheduling.jobs import Waiting
+from sglang_kvshare.scheduling.slo import feasible
 
 #: From this share of its TTFT SLO on a request has aged.
 AGED_SHARE = 0.5
@@ -55,13 +56,19 @@ class Windowed:
         score: the lowest goes first.
         most_bypasses: size of the window. 1 is first come first served.
         patience_ms: SLO of those without one, as far as ageing goes.
+        grouped: whether requests of like cost stand beside each other.
 
     Raises:
         ValueError: ``most_bypasses`` below 1.
     """
 
     def __init__(
-        self, name: str, score: Score, most_bypasses: int, patience_ms: float = PATIENCE_MS
+        self,
+        name: str,
+        score: Score,
+        most_bypasses: int,
+        patience_ms: float = PATIENCE_MS,
+        grouped: bool = True,
     ) -> None:
         if most_bypasses < 1:
             raise ValueError(f"most_bypasses={most_bypasses}: the least is 1")
@@ -69,6 +76,7 @@ class Windowed:
         self._score = score
         self._most_bypasses = most_bypasses
         self._patience_ms = patience_ms
+        self._grouped = grouped
 
     def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
         ordered: list[int] = []
@@ -86,8 +94,8 @@ class Windowed:
             tiers[self._tier(waiting[i], now_ms)].append(i)
         return [
             *tiers[_RESUMES],
-            *self._grouped(waiting, tiers[_AGED]),
-            *self._grouped(waiting, tiers[_OTHERS]),
+            *self._by_score(waiting, tiers[_AGED]),
+            *self._by_score(waiting, tiers[_OTHERS]),
         ]
 
     def _tier(self, one: Waiting, now_ms: float) -> int:
@@ -97,14 +105,17 @@ class Windowed:
         slo_ms = one.ttft_slo_ms
         if slo_ms is None:
             return _AGED if waited_ms > AGED_SHARE * self._patience_ms else _OTHERS
-        # One that is late already must not make others late.
-        in_time = waited_ms + one.effective_ms <= slo_ms
+        # One that will be late in any case must not make others late.
+        in_time = feasible(waited_ms, one.effective_ms, slo_ms)
         return _AGED if in_time and waited_ms > AGED_SHARE * slo_ms else _OTHERS
 
-    def _grouped(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
-        """By score; those of like cost follow the best of them. Equal ones as they came."""
+    def _by_score(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
+        """Equal ones as they came; those of like cost follow the best of them."""
+        ordered = sorted(indices, key=lambda i: self._score(waiting[i]))
+        if not self._grouped:
+            return ordered
         groups: dict[int, list[int]] = {}
-        for i in sorted(indices, key=lambda i: self._score(waiting[i])):
+        for i in ordered:
             groups.setdefault(cost_class(waiting[i].effective_ms), []).append(i)
         return [i for group in groups.values() for i in group]
 
@@ -175,8 +186,9 @@ def cost_class(effective_ms: float) -> int:
     return math.frexp(max(effective_ms, 1.0))[1]
 
 
-def _least_hit(one: Waiting) -> float:
-    return -one.hit_share
+def miss_share(one: Waiting) -> float:
+    """KVShare's score: the share of the prompt that is computed."""
+    return 1 - one.hit_share
 
 
 def _cost(one: Waiting) -> float:
@@ -184,7 +196,7 @@ def _cost(one: Waiting) -> float:
 
 
 _ORDERS: dict[str, Callable[[int], Order]] = {
-    "hit-rate": lambda most: Windowed("hit-rate", _least_hit, most),
+    "hit-rate": lambda most: Windowed("hit-rate", miss_share, most),
     "effective-cost": lambda most: Windowed("effective-cost", _cost, most),
     "fcfs": lambda most: Windowed("fcfs", _cost, 1),
     "stock-fcfs": lambda most: AsQueued(),
