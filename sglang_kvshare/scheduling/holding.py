@@ -8,7 +8,8 @@ a time, and a number of prefills that begin while it waits.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class Holder:
         self._most_hold_ms = most_hold_ms
         self._most_bypasses = most_bypasses
         self._in_flight: OrderedDict[str, _Prefill] = OrderedDict()
-        self._computed: Counter[Hashable] = Counter()
+        self._computing: dict[Hashable, set[str]] = {}
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._begun = 0
 
@@ -65,7 +66,8 @@ class Holder:
             self._forget(next(iter(self._in_flight)))
         prefill = _Prefill(tuple(keys)[:_MOST_KEYS], ends_ms)
         self._in_flight[rid] = prefill
-        self._computed.update(prefill.keys)
+        for key in prefill.keys:
+            self._computing.setdefault(key, set()).add(rid)
 
     def ended(self, rid: str) -> None:
         """Its prefill is done and can be taken, or it is gone; unknown ones are ignored."""
@@ -88,10 +90,7 @@ class Holder:
             ahead_ms: what the prefills take that are about to begin before it and compute some of
                 ``keys``; ``None`` for none.
         """
-        wait_ms = self._wait_ms(keys, now_ms)
-        if ahead_ms is not None:
-            wait_ms = ahead_ms if wait_ms == float("inf") else max(wait_ms, ahead_ms)
-        if self._most_hold_ms <= 0 or gain_ms <= wait_ms:
+        if self._most_hold_ms <= 0 or gain_ms <= self._wait_ms(keys, now_ms, ahead_ms):
             return False
         held = self._held.get(waiting.rid)
         if held is None:
@@ -103,7 +102,7 @@ class Holder:
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a prefill in flight computes it."""
-        return key in self._computed
+        return key in self._computing
 
     def __len__(self) -> int:
         """Prefills in flight."""
@@ -111,17 +110,14 @@ class Holder:
 
     # --- details -----------------------------------------------------------------------------
 
-    def _wait_ms(self, keys: Collection[Hashable], now_ms: float) -> float:
+    def _wait_ms(self, keys: Collection[Hashable], now_ms: float, ahead_ms: float | None) -> float:
         """Until the last of those that compute one of ``keys`` is done; infinite for none."""
-        wanted = {key for key in keys if key in self._computed}
-        if not wanted:
-            return float("inf")
-        ends = [
-            prefill.ends_ms
-            for prefill in self._in_flight.values()
-            if prefill.ends_ms is not None and not wanted.isdisjoint(prefill.keys)
-        ]
-        return max(0.0, max(ends, default=now_ms) - now_ms)
+        waits_ms = [] if ahead_ms is None else [ahead_ms]
+        for key in keys:
+            for rid in self._computing.get(key, ()):
+                ends_ms = self._in_flight[rid].ends_ms
+                waits_ms.append(0.0 if ends_ms is None else max(0.0, ends_ms - now_ms))
+        return max(waits_ms, default=math.inf)
 
     def _hold(self, rid: str, now_ms: float) -> bool:
         """Notes when it was first held. With no room for that it is not, for want of a bound."""
@@ -135,8 +131,10 @@ class Holder:
 
     def _forget(self, rid: str) -> None:
         prefill = self._in_flight.pop(rid, None)
-        if prefill is not None:
-            self._computed.subtract(prefill.keys)
-            for key in prefill.keys:
-                if self._computed[key] <= 0:
-                    del self._computed[key]
+        if prefill is None:
+            return
+        for key in dict.fromkeys(prefill.keys):
+            computing = self._computing[key]
+            computing.discard(rid)
+            if not computing:
+                del self._computing[key]

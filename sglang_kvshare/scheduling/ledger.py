@@ -140,6 +140,8 @@ class DemandLedger:
     ) -> bool:
         """Whether one more may be admitted without ever needing more than there is.
 
+        With nothing open a request has only to begin: it can harm nobody, and would wait for ever.
+
         Args:
             extend_tokens: what admitting it takes from what is available: new slots, and those of
                 its cached prefix that are evictable now and will not be.
@@ -147,6 +149,8 @@ class DemandLedger:
             available_tokens: free and evictable now.
             reserve_tokens: to leave alone, see ``reserve.py``.
         """
+        if not self._rids:
+            return extend_tokens <= available_tokens
         limit = available_tokens + self.held_tokens - reserve_tokens
         return self._peak_with(extend_tokens, left_tokens) <= limit
 

@@ -17,12 +17,12 @@ already, how much longer did they get?
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 #: Answers that a predictor remembers, and errors that a bound rests on.
 _REMEMBERED = 256
@@ -35,6 +35,8 @@ _FORGETTING = 0.97
 #: Answer that is expected where nothing was seen, as a share of `max_new_tokens`.
 _UNSEEN_SHARE = 0.5
 _VERSION = 1
+#: The group of all answers; no namespace is called so, see `_named`.
+_ALL = "*"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,27 @@ def confidence_at(arrivals_per_s: float, most: float = 0.95, slope: float = 0.00
     return most / (1 + slope * arrivals_per_s)
 
 
+class _Last:
+    """The last lengths of a group: in order of time, to forget the oldest, and of size."""
+
+    def __init__(self) -> None:
+        self.by_time: deque[int] = deque()
+        self.by_size: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        if len(self.by_time) == _REMEMBERED:
+            del self.by_size[bisect_left(self.by_size, self.by_time.popleft())]
+        self.by_time.append(tokens)
+        insort(self.by_size, tokens)
+
+    def extend(self, lengths: Iterable[int]) -> None:
+        for tokens in lengths:
+            self.add(tokens)
+
+
+_NONE = _Last()
+
+
 class LengthEstimator:
     """Learns from every answer; bounded in memory whatever comes.
 
@@ -102,10 +125,10 @@ class LengthEstimator:
 
     def __init__(self, isolated: bool = False) -> None:
         self.isolated = isolated
-        self._answers: OrderedDict[str, deque[int]] = OrderedDict()
+        self._answers: OrderedDict[str, _Last] = OrderedDict()
         #: Mean absolute error of each predictor, of logarithms.
         self._off: OrderedDict[str, float] = OrderedDict()
-        self._errors: OrderedDict[str, deque[int]] = OrderedDict()
+        self._errors: OrderedDict[str, _Last] = OrderedDict()
 
     def estimate(self, asked: Asked, confidence: float) -> LengthEstimate:
         """
@@ -141,8 +164,8 @@ class LengthEstimator:
         while len(self._off) > _MOST_GROUPS:
             self._off.popitem(last=False)
         for group in self._groups(asked).values():
-            _kept(self._answers, group).append(answer_tokens)
-            _kept(self._errors, group).append(answer_tokens - estimate.predicted_tokens)
+            _kept(self._answers, group).add(answer_tokens)
+            _kept(self._errors, group).add(answer_tokens - estimate.predicted_tokens)
 
     def longer(self, asked: Asked, so_far_tokens: int, confidence: float) -> int:
         """Upper bound of a whole answer that has ``so_far_tokens`` already and goes on.
@@ -158,11 +181,26 @@ class LengthEstimator:
             return max(so_far_tokens, asked.max_new_tokens)
         more: list[int] = []
         for group in self._groups(asked).values():
-            answers = self._answers.get(group, ())
-            more = [tokens - so_far_tokens for tokens in answers if tokens > so_far_tokens]
+            answers = self._answers.get(group, _NONE).by_size
+            more = [
+                tokens - so_far_tokens for tokens in answers[bisect_right(answers, so_far_tokens) :]
+            ]
             if len(more) >= _ENOUGH_ERRORS:
                 break
         return so_far_tokens + min(most_more, max(1, _padding(more, confidence, most_more)))
+
+    def forget(self, namespaces: Collection[str]) -> None:
+        """Nothing of ``namespaces`` is remembered any more; nor is what all together have said,
+        from which theirs cannot be told apart."""
+        names = {_named(namespace) for namespace in namespaces}
+        for groups in (self._answers, self._errors):
+            # The lengths in names keep one from beginning like another.
+            for group in [g for g in groups if g == _ALL or g.rpartition(";")[0] in names]:
+                del groups[group]
+            for name in names:
+                groups.pop(name, None)
+        for key in [k for k in self._off if not self.isolated or k.partition(";")[2] in names]:
+            del self._off[key]
 
     # --- to a file and back ------------------------------------------------------------------
 
@@ -171,18 +209,23 @@ class LengthEstimator:
         return {
             "version": _VERSION,
             "isolated": self.isolated,
-            "answers": {group: list(told) for group, told in self._answers.items()},
-            "errors": {group: list(told) for group, told in self._errors.items()},
+            "answers": {group: list(told.by_time) for group, told in self._answers.items()},
+            "errors": {group: list(told.by_time) for group, told in self._errors.items()},
             "off": dict(self._off),
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> LengthEstimator:
+    def from_state(
+        cls, state: Mapping[str, Any], *, isolated: bool | None = None
+    ) -> LengthEstimator:
         """
+        Args:
+            isolated: as in the constructor; ``None`` for what it was.
+
         Raises:
             ValueError: of another version or another shape; the caller begins anew.
         """
-        made = cls(isolated=state.get("isolated") is True)
+        made = cls(state.get("isolated") is True if isolated is None else isolated)
         try:
             if state["version"] != _VERSION:
                 raise ValueError(f"version {state['version']}, expected {_VERSION}")
@@ -200,11 +243,11 @@ class LengthEstimator:
         """In tokens; at most ``max_new_tokens``."""
         told: dict[str, float] = {}
         if asked.neighbours:
-            told["neighbours"] = _typical(asked.neighbours)
+            told["neighbours"] = float(median(asked.neighbours))
         for name, group in self._groups(asked).items():
-            answers = self._answers.get(group)
+            answers = self._answers.get(group, _NONE).by_size
             if answers:
-                told[name] = _typical(answers)
+                told[name] = _middle(answers)
         most = float(asked.max_new_tokens)
         return {name: min(most, tokens) for name, tokens in told.items()}
 
@@ -222,10 +265,10 @@ class LengthEstimator:
         return min(most, max(1, round(math.exp(total / weights) - 1)))
 
     def _errors_of(self, asked: Asked) -> Sequence[int]:
-        """Of the narrowest group that has enough of them."""
+        """Of the narrowest group that has enough of them; sorted."""
         found: Sequence[int] = ()
         for group in self._groups(asked).values():
-            found = self._errors.get(group, ())
+            found = self._errors.get(group, _NONE).by_size
             if len(found) >= _ENOUGH_ERRORS:
                 break
         return found
@@ -237,7 +280,7 @@ class LengthEstimator:
             "alike": f"{name};{max(asked.prompt_tokens, 1).bit_length()}",
             "namespace": name,
         }
-        return groups if self.isolated else groups | {"all": "*"}
+        return groups if self.isolated else groups | {"all": _ALL}
 
     def _judged(self, predictor: str, asked: Asked) -> str:
         """Whose record a predictor is trusted by."""
@@ -256,33 +299,35 @@ def _check(asked: Asked, confidence: float) -> None:
         raise ValueError(f"max_new_tokens={asked.max_new_tokens}: the least is 1")
 
 
-def _kept(groups: OrderedDict[str, deque[int]], group: str) -> deque[int]:
-    told = groups.setdefault(group, deque(maxlen=_REMEMBERED))
+def _kept(groups: OrderedDict[str, _Last], group: str) -> _Last:
+    told = groups.setdefault(group, _Last())
     groups.move_to_end(group)
     while len(groups) > _MOST_GROUPS:
         groups.popitem(last=False)
     return told
 
 
-def _typical(answers: Sequence[int]) -> float:
-    return float(np.median(np.asarray(answers)))
+def _middle(lengths: Sequence[int]) -> float:
+    """The median of sorted ones."""
+    count = len(lengths)
+    return (lengths[(count - 1) // 2] + lengths[count // 2]) / 2
 
 
 def _padding(errors: Sequence[int], confidence: float, most: int) -> int:
-    """Tokens to add so that a share ``confidence`` of the answers end before the sum."""
+    """Tokens to add so that a share ``confidence`` of the answers end before the sum; of sorted
+    errors."""
     count = len(errors)
     rank = math.ceil((count + 1) * confidence)
     if count >= _ENOUGH_ERRORS and rank <= count:
-        return int(np.partition(np.asarray(errors), rank - 1)[rank - 1])
+        return errors[rank - 1]
     # P(error - mean >= t) <= exp(-2 t^2 / range^2), one-sided.
-    seen = np.asarray(errors) if count >= 2 else np.array([-most, most])
-    spread = float(seen.max() - seen.min())
-    return math.ceil(float(seen.mean()) + spread * math.sqrt(math.log(1 / (1 - confidence)) / 2))
+    mean, spread = (sum(errors) / count, errors[-1] - errors[0]) if count >= 2 else (0, 2 * most)
+    return math.ceil(mean + spread * math.sqrt(math.log(1 / (1 - confidence)) / 2))
 
 
 def _direction(errors: Sequence[int]) -> str:
-    under = sum(error > 0 for error in errors)
-    over = sum(error < 0 for error in errors)
+    """Of sorted errors."""
+    over, under = bisect_left(errors, 0), len(errors) - bisect_right(errors, 0)
     if under == over:
         return "even"
     return "under" if under > over else "over"
@@ -312,22 +357,19 @@ class Calibration:
 
     def __init__(self) -> None:
         #: Answers, of these covered, sums of confidences, of bounds and of lengths.
-        self._sums = np.zeros((self._STEPS + 1, 5))
+        self._sums = [[0.0] * 5 for _ in range(self._STEPS + 1)]
 
     def observe(self, estimate: LengthEstimate, answer_tokens: int) -> None:
         """An answer is complete."""
-        self._sums[round(estimate.confidence * self._STEPS)] += (
-            1,
-            answer_tokens <= estimate.upper_tokens,
-            estimate.confidence,
-            estimate.upper_tokens,
-            answer_tokens,
-        )
+        upper = estimate.upper_tokens
+        more = 1, answer_tokens <= upper, estimate.confidence, upper, answer_tokens
+        sums = self._sums[round(estimate.confidence * self._STEPS)]
+        sums[:] = (have + one for have, one in zip(sums, more, strict=True))
 
     def report(self) -> list[Coverage]:
         """One entry for each confidence that was promised, the least first."""
         return [
             Coverage(promised / count, covered / count, int(count), bounds / max(lengths, 1.0))
-            for count, covered, promised, bounds, lengths in self._sums.tolist()
+            for count, covered, promised, bounds, lengths in self._sums
             if count
         ]

@@ -11,19 +11,22 @@ score and whenever they come: a j that overtakes i has number_j < oldest + most_
 i waits the oldest is no younger than i. KVShare's order, by hit rate (arXiv 2503.16525), has no
 such bound, and a stream of good hits starves the rest.
 
-Inside the window, first to last: those that resume; those that waited for a good part of their
-TTFT SLO and can still meet it; the others. In each of the three, requests of like cost stand beside
-each other, the groups in the order of their best member, for a batch takes as long as its longest.
+Inside the window, first to last: those that resume, as they came; those that waited for a good part
+of their TTFT SLO and can still meet it; the others. In the last two, requests of like cost stand
+beside each other, the groups in the order of their best member: a batch takes as long as its
+longest, so that a cheap request gains nothing in a batch of costly ones.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sglang_kvshare.scheduling.jobs import Waiting
+from sglang_kvshare.scheduling.slo import feasible
 
 #: From this share of its TTFT SLO on a request has aged.
 AGED_SHARE = 0.5
@@ -53,13 +56,19 @@ class Windowed:
         score: the lowest goes first.
         most_bypasses: size of the window. 1 is first come first served.
         patience_ms: SLO of those without one, as far as ageing goes.
+        grouped: whether requests of like cost stand beside each other.
 
     Raises:
         ValueError: ``most_bypasses`` below 1.
     """
 
     def __init__(
-        self, name: str, score: Score, most_bypasses: int, patience_ms: float = PATIENCE_MS
+        self,
+        name: str,
+        score: Score,
+        most_bypasses: int,
+        patience_ms: float = PATIENCE_MS,
+        grouped: bool = True,
     ) -> None:
         if most_bypasses < 1:
             raise ValueError(f"most_bypasses={most_bypasses}: the least is 1")
@@ -67,18 +76,27 @@ class Windowed:
         self._score = score
         self._most_bypasses = most_bypasses
         self._patience_ms = patience_ms
+        self._grouped = grouped
 
     def order(self, waiting: Sequence[Waiting], now_ms: float) -> list[int]:
-        inside = in_window(waiting, self._most_bypasses)
-        #: Per priority: three tiers inside the window, the rest beyond it.
-        tiers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in by_arrival(waiting):
-            one = waiting[i]
-            tiers[-one.priority, self._tier(one, now_ms) if inside[i] else _BEYOND].append(i)
         ordered: list[int] = []
-        for (_, tier), indices in sorted(tiers.items()):
-            ordered += indices if tier == _BEYOND else self._grouped(waiting, indices)
+        for queue in _queues(waiting):
+            end = _window_end(waiting, queue, self._most_bypasses)
+            ordered += self._best_first(waiting, queue[:end], now_ms)
+            ordered += queue[end:]
         return ordered
+
+    def _best_first(
+        self, waiting: Sequence[Waiting], window: list[int], now_ms: float
+    ) -> list[int]:
+        tiers: tuple[list[int], list[int], list[int]] = [], [], []
+        for i in window:
+            tiers[self._tier(waiting[i], now_ms)].append(i)
+        return [
+            *tiers[_RESUMES],
+            *self._by_score(waiting, tiers[_AGED]),
+            *self._by_score(waiting, tiers[_OTHERS]),
+        ]
 
     def _tier(self, one: Waiting, now_ms: float) -> int:
         if one.preemptions > 0:
@@ -87,19 +105,22 @@ class Windowed:
         slo_ms = one.ttft_slo_ms
         if slo_ms is None:
             return _AGED if waited_ms > AGED_SHARE * self._patience_ms else _OTHERS
-        # One that is late already must not make others late.
-        in_time = waited_ms + one.effective_ms <= slo_ms
+        # One that will be late in any case must not make others late.
+        in_time = feasible(waited_ms, one.effective_ms, slo_ms)
         return _AGED if in_time and waited_ms > AGED_SHARE * slo_ms else _OTHERS
 
-    def _grouped(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
-        """By score; those of like cost follow the best of them. Equal ones as they came."""
+    def _by_score(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
+        """Equal ones as they came; those of like cost follow the best of them."""
+        ordered = sorted(indices, key=lambda i: self._score(waiting[i]))
+        if not self._grouped:
+            return ordered
         groups: dict[int, list[int]] = {}
-        for i in sorted(indices, key=lambda i: self._score(waiting[i])):
+        for i in ordered:
             groups.setdefault(cost_class(waiting[i].effective_ms), []).append(i)
         return [i for group in groups.values() for i in group]
 
 
-_RESUMES, _AGED, _OTHERS, _BEYOND = range(4)
+_RESUMES, _AGED, _OTHERS = range(3)
 
 
 class AsQueued:
@@ -126,21 +147,38 @@ class LongestPrefix:
         return indices
 
 
-def by_arrival(waiting: Sequence[Waiting]) -> list[int]:
-    """Indices, the oldest first."""
-    return sorted(range(len(waiting)), key=lambda i: waiting[i].number)
-
-
 def in_window(waiting: Sequence[Waiting], most_bypasses: int) -> list[bool]:
     """Of each, whether it may be put ahead of older ones of its priority.
 
     Whoever admits requests past one that does not fit must ask this too, or the bound on bypasses
     is lost.
     """
-    oldest: dict[int, int] = {}
-    for one in waiting:
-        oldest[one.priority] = min(one.number, oldest.get(one.priority, one.number))
-    return [one.number < oldest[one.priority] + most_bypasses for one in waiting]
+    inside = [False] * len(waiting)
+    for queue in _queues(waiting):
+        for i in queue[: _window_end(waiting, queue, most_bypasses)]:
+            inside[i] = True
+    return inside
+
+
+def _queues(waiting: Sequence[Waiting]) -> list[list[int]]:
+    """Indices of each priority, the largest first; in each the oldest request first."""
+    numbers = [one.number for one in waiting]
+    arrivals = sorted(range(len(waiting)), key=numbers.__getitem__)
+    if len({one.priority for one in waiting}) == 1:
+        return [arrivals]
+    queues: defaultdict[int, list[int]] = defaultdict(list)
+    for i in arrivals:
+        queues[waiting[i].priority].append(i)
+    return [queues[priority] for priority in sorted(queues, reverse=True)]
+
+
+def _window_end(waiting: Sequence[Waiting], queue: list[int], most_bypasses: int) -> int:
+    """So many of ``queue`` are in its window; their numbers are unique, so no more than its
+    size."""
+    beyond = waiting[queue[0]].number + most_bypasses
+    return bisect_left(
+        queue, beyond, hi=min(len(queue), most_bypasses), key=lambda i: waiting[i].number
+    )
 
 
 def cost_class(effective_ms: float) -> int:
@@ -148,8 +186,9 @@ def cost_class(effective_ms: float) -> int:
     return math.frexp(max(effective_ms, 1.0))[1]
 
 
-def _least_hit(one: Waiting) -> float:
-    return -one.hit_share
+def miss_share(one: Waiting) -> float:
+    """KVShare's score: the share of the prompt that is computed."""
+    return 1 - one.hit_share
 
 
 def _cost(one: Waiting) -> float:
@@ -157,7 +196,7 @@ def _cost(one: Waiting) -> float:
 
 
 _ORDERS: dict[str, Callable[[int], Order]] = {
-    "hit-rate": lambda most: Windowed("hit-rate", _least_hit, most),
+    "hit-rate": lambda most: Windowed("hit-rate", miss_share, most),
     "effective-cost": lambda most: Windowed("effective-cost", _cost, most),
     "fcfs": lambda most: Windowed("fcfs", _cost, 1),
     "stock-fcfs": lambda most: AsQueued(),

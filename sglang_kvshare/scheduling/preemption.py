@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop
 from typing import Protocol
 
 from sglang_kvshare.scheduling.jobs import Running
@@ -28,6 +29,11 @@ class VictimOrder(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def protects(self) -> bool:
+        """Whether those that were preempted often enough are spared."""
+        ...
+
     def key(self, one: Running) -> tuple[float, ...]:
         """The least goes first. It is unique, so that every rank sorts alike."""
         ...
@@ -37,16 +43,22 @@ class SloVictims:
     """CacheOPT's order; of requests alike in everything the youngest goes first."""
 
     name = "slo"
+    protects = True
 
     def key(self, one: Running) -> tuple[float, ...]:
-        slo_ms = math.inf if one.tbt_slo_ms is None else one.tbt_slo_ms
-        return -_octave(slo_ms), -_octave(one.left_tokens), one.preempt_ms, -one.number
+        return (
+            -math.inf if one.tbt_slo_ms is None else -_octave(one.tbt_slo_ms),
+            -_octave(one.left_tokens),
+            one.preempt_ms,
+            -one.number,
+        )
 
 
 class StockVictims:
     """SGLang's order (``ScheduleBatch._get_decode_retraction_order``)."""
 
     name = "stock"
+    protects = False
 
     def key(self, one: Running) -> tuple[float, ...]:
         return one.output_tokens, -one.prompt_tokens, -one.number
@@ -82,17 +94,17 @@ def victims(
         most_preemptions: of a request, before it is protected.
     """
 
-    def key(i: int) -> tuple[float, ...]:
-        one = running[i]
+    left = []
+    for i, one in enumerate(running):
         # Of the protected, those that were preempted least.
-        protected = max(0, one.preemptions - most_preemptions + 1)
-        return protected, one.priority, *order.key(one)
-
+        protected = max(0, one.preemptions - most_preemptions + 1) if order.protects else 0
+        left.append((protected, one.priority, order.key(one), i))
+    # A heap, for few of many are wanted.
+    heapify(left)
     chosen: list[int] = []
     freed = 0
-    for i in sorted(range(len(running)), key=key)[:-1]:
-        if freed >= needed_tokens:
-            break
+    while len(left) > 1 and freed < needed_tokens:
+        i = heappop(left)[-1]
         # One that shares all it has gives nothing back.
         if running[i].private_tokens > 0:
             chosen.append(i)
@@ -100,6 +112,6 @@ def victims(
     return chosen
 
 
-def _octave(value: float) -> float:
-    """Values of one octave are within a factor of two."""
-    return math.frexp(value)[1] if 0 < value < math.inf else value
+def _octave(value: float) -> int:
+    """Values of one octave are within a factor of two; those below 1 are alike."""
+    return int(value).bit_length()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import numpy as np
-
 #: Overruns that the size rests on: enough for a standard deviation, few enough to follow a change.
 _REMEMBERED = 256
 #: Before so many were observed, the least is reserved.
@@ -38,20 +36,24 @@ class GlobalReserve:
         self._most = int(pool_tokens * most_share)
         self._z = z
         self._least = least_tokens
-        self._overruns: deque[int] = deque(maxlen=_REMEMBERED)
+        self._overruns: deque[int] = deque()
+        self._sum = self._squares = 0
 
     def observe(self, overrun_tokens: int) -> None:
         """An answer is complete; by so much it was longer than its bound, 0 or less for not."""
-        self._overruns.append(max(0, overrun_tokens))
+        newest, oldest = max(0, overrun_tokens), 0
+        if len(self._overruns) == _REMEMBERED:
+            oldest = self._overruns.popleft()
+        self._overruns.append(newest)
+        self._sum += newest - oldest
+        self._squares += newest**2 - oldest**2
 
     def tokens(self, running: int) -> int:
         """To keep free beside ``running`` requests; 0 for none running."""
         if running <= 0:
             return 0
-        told = self._least
-        if len(self._overruns) >= _ENOUGH:
-            seen = np.asarray(self._overruns, dtype=float)
-            told = math.ceil(
-                float(seen.mean()) * running + self._z * float(seen.std()) * math.sqrt(running)
-            )
-        return min(self._most, told)
+        if (seen := len(self._overruns)) < _ENOUGH:
+            return min(self._most, self._least)
+        mean = self._sum / seen
+        variance = (self._squares * seen - self._sum**2) / seen**2
+        return min(self._most, math.ceil(mean * running + self._z * math.sqrt(variance * running)))

@@ -84,8 +84,8 @@ class SloBook:
         if slo.tbt_ms is not None:
             self._count(tenant, "tbt", mean_gap_ms <= slo.tbt_ms)
 
-    def missed(self, tenant: str, kind: Kind) -> None:
-        """It was lost before there was anything to measure."""
+    def lost(self, tenant: str, kind: Kind) -> None:
+        """A request with an SLO ended before there was anything to measure."""
         self._count(tenant, kind, False)
 
     @property
