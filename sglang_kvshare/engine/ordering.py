@@ -16,8 +16,9 @@ from sglang_kvshare.engine.state import state_of
 from sglang_kvshare.matching.glance import KEYS_APART, cached_tokens
 from sglang_kvshare.scheduling.order import in_window
 
-#: Requests that one pass looks at anew: the new ones, then those whose last look is the oldest.
-_LOOKS = 4
+#: Prompt tokens that one pass looks at anew, about a millisecond's worth, and requests at least:
+#: the new ones, then those whose last look is the oldest.
+_LOOK_TOKENS, _LEAST_LOOKS = 12_000, 2
 #: Passes after which a look is repeated.
 _STALE_PASSES = 16
 
@@ -94,7 +95,11 @@ def _look(schedule: Schedule, queue: list[Any], jobs: list[Job]) -> None:
         for i, job in enumerate(jobs)
         if inside[i] and (job.looked < 0 or passes - job.looked >= _STALE_PASSES)
     ]
-    for _, _, i in sorted(due)[:_LOOKS]:
+    tokens = 0
+    for looks, (_, _, i) in enumerate(sorted(due)):
+        tokens += jobs[i].waiting.prompt_tokens
+        if tokens > _LOOK_TOKENS and looks >= _LEAST_LOOKS:
+            break
         look_at(schedule, queue[i], jobs[i])
         jobs[i].looked = passes
 
