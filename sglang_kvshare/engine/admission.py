@@ -58,7 +58,8 @@ def _planning(stock: Any) -> type:
 
         def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
             admission = super()._select_prefill_admission(req, **kwargs)
-            cut = getattr(admission, "is_chunked", False)
+            # What is copied back from host memory leaves no more than a page.
+            cut = getattr(admission, "is_chunked", False) and not kwargs.get("host_hit_length")
             if cut and isinstance(self.tree_cache, KVShareRadixCache):
                 room = self.rem_chunk_tokens
                 self._plan_ahead = plan_of_whole(self.tree_cache, req, admission.prefix_len, room)
@@ -124,6 +125,9 @@ def plan_admitted(cache: KVShareRadixCache, req: Any, ahead: ReusePlan | None = 
         return 0
     cache.release(state)
     _, branch_tokens = exact_ancestor(req.last_node)
+    if cache.swapping.resume(req, state):
+        cache.retention.begins(state)
+        return branch_tokens
     state.begin_prefill(
         int(req.prefix_len) - branch_tokens,
         branch_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,13 @@ class EdgesUsed:
     spans: tuple[Span, ...]
 
 
+#: What is true as long as a prefill's values are there, and what its decoding has come to.
+_LASTING = (
+    *("placed", "exact_until", "depth", "planned_depth", "generation"),
+    *("queue", "decode_steps", "ridden", "again"),
+)
+
+
 @dataclass(eq=False)
 class RequestState:
     """Mutable state of one request; compared by identity.
@@ -77,6 +85,9 @@ class RequestState:
         lost_because: why less was placed than planned, if less was.
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
+        host_copy: its keys and values in host memory, while it is preempted
+            (:class:`~sglang_kvshare.engine.swapping.HostCopy`).
+        restored_slots: int64, what was copied back, until its row is written.
     """
 
     options: RequestOptions
@@ -107,6 +118,8 @@ class RequestState:
     lost_because: str = "donor_evicted"
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
+    host_copy: Any = None
+    restored_slots: Any = None
 
     def told(self) -> ReuseReport:
         """The report, with what the request has refreshed until now."""
@@ -141,6 +154,24 @@ class RequestState:
         self.lost_because = "donor_evicted"
         self.edges = None
         self.deviations = {}
+
+    def lasting(self) -> dict[str, Any]:
+        """What :meth:`go_on` takes when the same values are there again."""
+        return {name: getattr(self, name) for name in _LASTING}
+
+    def go_on(self, lasting: Mapping[str, Any], exact_tokens: int, depth: int) -> None:
+        """The request's own values are in its row again, behind a prefix that was found anew.
+
+        Args:
+            exact_tokens: of that prefix; a branch may follow.
+            depth: of the prefix.
+        """
+        for name, value in lasting.items():
+            setattr(self, name, value)
+        if self.exact_until is not None:
+            # What others have computed exactly since then is exact; what comes behind is not.
+            self.exact_until = max(self.exact_until, exact_tokens)
+            self.depth = max(self.depth, depth)
 
     def end(self) -> None:
         """The request gave its KV back."""
