@@ -314,6 +314,20 @@ class KVShareConfig:
         low=0.001,
         high=math.inf,
     )
+    preempt: str = _option(
+        "auto",
+        "What becomes of a preempted request's keys and values: copied to host memory and back "
+        "(swap), computed again (recompute), whichever is predicted to be faster (auto), or as "
+        "SGLang does (stock, which computes again).",
+        choices=("auto", "swap", "recompute", "stock"),
+    )
+    host_pool_mb: int = _option(
+        1024,
+        "Megabytes (2**20 bytes) of host memory, for each scheduler process, that preempted "
+        "requests are copied to; allocated when needed. 0: none are.",
+        low=0,
+        high=1 << 24,
+    )
     tenants: str = _option(
         "",
         "YAML file that says who may share with whom (see docs/tenants.md). Empty: clients part "

@@ -80,11 +80,14 @@ def _planning(stock: Any) -> type:
                 admission = super()._select_prefill_admission(req, total_tokens=now, **kwargs)
                 if not isinstance(admission, AddReqResult):
                     admission = replace(admission, max_new_tokens=0)
-            return self._in_one(req, admission, reserving is not None)
+            return self._in_one(
+                req, admission, kwargs.get("host_hit_length", 0), reserving is not None
+            )
 
-        def _in_one(self, req: Any, admission: Any, reserved: bool) -> Any:
+        def _in_one(self, req: Any, admission: Any, host_hit_tokens: int, reserved: bool) -> Any:
             """A prompt that was to be cut, whole where the rows that run fit."""
-            cut = getattr(admission, "is_chunked", False)
+            # What is copied back from host memory leaves no more than a page.
+            cut = getattr(admission, "is_chunked", False) and not host_hit_tokens
             if cut and isinstance(self.tree_cache, KVShareRadixCache):
                 room = self.rem_chunk_tokens
                 self._plan_ahead = plan_of_whole(self.tree_cache, req, admission.prefix_len, room)
@@ -213,6 +216,9 @@ def plan_admitted(cache: KVShareRadixCache, req: Any, ahead: ReusePlan | None = 
         return 0
     cache.release(state)
     _, branch_tokens = exact_ancestor(req.last_node)
+    if cache.swapping.resume(req, state):
+        cache.retention.begins(state)
+        return branch_tokens
     state.begin_prefill(
         int(req.prefix_len) - branch_tokens,
         branch_tokens,

@@ -34,6 +34,12 @@ def refusal(req: Any, options: RequestOptions) -> str | None:
         return "force_miss"
     if scored_tokens(req) > 1 and not options.approximate_logprobs:
         return "prompt_logprobs"
+    return "unsupported_request" if is_special(req) else None
+
+
+def is_special(req: Any) -> bool:
+    """Whether its keys and values follow from more than its tokens, or more than its output tokens
+    is asked for."""
     special = (
         req.input_embeds,
         req.positional_embed_overrides,
@@ -43,6 +49,4 @@ def refusal(req: Any, options: RequestOptions) -> str | None:
         req.multi_item_delimiter_indices,
         req.token_indices_to_pool,
     )
-    if req.return_hidden_states or any(value is not None for value in special):
-        return "unsupported_request"
-    return None
+    return bool(req.return_hidden_states) or any(value is not None for value in special)

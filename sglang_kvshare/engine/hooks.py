@@ -23,6 +23,7 @@ def hooks() -> tuple[Hook, ...]:
         report,
         requests,
         retention,
+        swapping,
         weights,
     )
 
@@ -43,6 +44,8 @@ def hooks() -> tuple[Hook, ...]:
         (srt + "managers.scheduler.Scheduler.get_internal_state", control.get_internal_state),
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", metrics.step),
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", retention.step),
+        (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", swapping.step),
+        (srt + "managers.schedule_batch.release_req", swapping.release_req),
         (
             srt + "managers.tp_worker.TpModelWorker.forward_batch_generation",
             forward.forward_batch_generation,

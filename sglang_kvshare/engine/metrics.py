@@ -42,6 +42,15 @@ STEPS = (
     "refresh",
     "schedule",
     "lengths",
+    "swap",
+)
+#: Directions of copies between the KV pool and host memory.
+DIRECTIONS = ("out", "in")
+#: Why a preempted request that was to be swapped is recomputed all the same: there was no room in
+#: the host pool; the copy was not done, failed, or was dropped (new weights, forgotten, expired);
+#: the prefix in front of it has left the tree; there were no slots, or copying back failed.
+FALLBACKS = (
+    *("pool_full", "not_ready", "copy_failed", "dropped", "prefix_gone", "no_slots", "load_failed"),
 )
 #: What finds cached tokens: runs of equal tokens, similar windows, and reuse edges, which spare the
 #: search for runs.
@@ -162,10 +171,35 @@ INDEX_FAILED = Series(
 DONOR_LOCKS = Series(
     "kvshare:donor_locks", "gauge", "Donors that are locked until their values are copied."
 )
+SWAPS = Series(
+    "kvshare:swaps_total",
+    "counter",
+    "Preempted requests copied to host memory, and back.",
+    ("direction",),
+    tuple((direction,) for direction in DIRECTIONS),
+)
+SWAPPED = Series(
+    "kvshare:swapped_tokens_total",
+    "counter",
+    "Tokens of these copies.",
+    ("direction",),
+    tuple((direction,) for direction in DIRECTIONS),
+)
+SWAP_FALLBACKS = Series(
+    "kvshare:swap_fallbacks_total",
+    "counter",
+    "Preempted requests that were to be swapped and are recomputed.",
+    ("reason",),
+    tuple((reason,) for reason in FALLBACKS),
+)
+HOST_POOL = Series(
+    "kvshare:host_pool_tokens", "gauge", "Tokens of preempted requests in host memory."
+)
 SERIES = (
     *(REQUESTS, TOKENS, DONORS, FAULTS, PLAN, COPY, PLANNED, COPIED),
     *(ATTAINED, ANSWERS, HELD, PREEMPTIONS, RESERVED_TOKENS, HOSTED_TOKENS),
     *(INDEX_TOKENS, INDEX_NAMESPACES, INDEX_ENTRIES, INDEX_BYTES, INDEX_FAILED, DONOR_LOCKS),
+    *(SWAPS, SWAPPED, SWAP_FALLBACKS, HOST_POOL),
 )
 
 
@@ -188,6 +222,7 @@ class IndexSize:
     bytes: int
     donor_locks: int
     failed: bool
+    host_pool_tokens: int = 0
 
     def by_series(self) -> dict[Series, float]:
         return {
@@ -197,6 +232,7 @@ class IndexSize:
             INDEX_BYTES: self.bytes,
             INDEX_FAILED: float(self.failed),
             DONOR_LOCKS: self.donor_locks,
+            HOST_POOL: self.host_pool_tokens,
         }
 
 
@@ -370,6 +406,17 @@ class Metrics:
     def preempted(self, cause: str) -> None:
         """A running request gave way; ``cause`` is one of the label's values."""
         self._count(PREEMPTIONS, 1, cause)
+
+    @_safe
+    def swapped(self, direction: str, tokens: int) -> None:
+        """A preempted request's values were copied; ``direction`` is one of :data:`DIRECTIONS`."""
+        self._count(SWAPS, 1, direction)
+        self._count(SWAPPED, tokens, direction)
+
+    @_safe
+    def swap_fallback(self, reason: str) -> None:
+        """A request is recomputed that was to be swapped; one of :data:`FALLBACKS`."""
+        self._count(SWAP_FALLBACKS, 1, reason)
 
     @_safe
     def tick(self) -> None:

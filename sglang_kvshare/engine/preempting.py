@@ -5,7 +5,7 @@
     pool full          SGLang retracts; the order of its victims is ours
 
 Seams: ``Scheduler.update_running_batch``, ``ScheduleBatch._get_decode_retraction_order``,
-``ScheduleBatch.filter_batch``, ``Scheduler._add_request_to_queue``.
+and those of :mod:`~sglang_kvshare.engine.swapping`.
 """
 
 from __future__ import annotations
@@ -59,22 +59,19 @@ def _before_decode(scheduler: Any, schedule: Schedule, batch: Any) -> None:
     cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     available = int(allocator.available_size()) + int(cache.evictable_size())
     short = reserving.ledger.short_tokens(schedule.config.lookahead_steps, available)
-    short -= swapping.tokens_on_their_way(cache)
-    if short > 0:
-        chosen = [reqs[i] for i in _victims(schedule, reqs, short)]
-        preempt(scheduler, schedule, batch, chosen)
-
-
-def preempt(scheduler: Any, schedule: Schedule, batch: Any, chosen: list[Any]) -> None:
-    """Send ``chosen`` back to the queue; their KV is given back, or copied to the host first."""
-    for req in chosen:
+    # Slots of copies that are on their way come back in time.
+    short -= cache.swapping.pending_tokens
+    if short <= 0:
+        return
+    for req in [reqs[i] for i in _victims(schedule, reqs, short)]:
         at = next(i for i, one in enumerate(batch.reqs) if one is req)
-        way = swapping.preempt(scheduler, batch, at)
-        batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != at])
-        scheduler._add_request_to_queue(req, is_retracted=True)
-        schedule.cache.metrics.preempted("foreseen")
-        logger.info("KVShare preempted request %s before KV runs short (%s)", req.rid, way)
-    batch.batch_is_full = False
+        copied = swapping.preempt(scheduler, batch, at)
+        cache.metrics.preempted("foreseen")
+        logger.info(
+            "KVShare preempts request %s before KV runs short; it is %s",
+            req.rid,
+            "copied to host memory" if copied else "recomputed later",
+        )
 
 
 def _victims(schedule: Schedule, reqs: list[Any], needed_tokens: int) -> list[int]:
@@ -99,7 +96,7 @@ def _running(schedule: Schedule, req: Any) -> Running:
         private_tokens=private_tokens(req),
         left_tokens=schedule.lengths.expected_left_tokens(req, job),
         tbt_slo_ms=job.slo.tbt_ms,
-        preempt_ms=swapping.way_of(schedule.cache, req).ms,
+        preempt_ms=schedule.cache.swapping.predicted_ms(req),
         preemptions=req.retraction_count,
         priority=job.waiting.priority,
     )

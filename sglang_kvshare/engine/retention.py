@@ -55,6 +55,8 @@ class Forgotten:
         left_in_index: tokens of the tenant, or of no node of the tree, that a full walk over the
             index finds.
         left_windows: the same, for the windows of similar donors.
+        removed_from_host: tokens of preempted requests that were copied to host memory; they are
+            computed again. What they were in is overwritten with zeros.
         overwritten: what left was overwritten with zeros in the KV pool.
     """
 
@@ -65,6 +67,7 @@ class Forgotten:
     left_in_tree: int
     left_in_index: int
     left_windows: int
+    removed_from_host: int
     overwritten: bool
 
 
@@ -165,9 +168,11 @@ class Retention:
     def expire(self) -> None:
         """Condemn what is past its time. Called before anything is matched: no plan and no prefix
         of this step holds it."""
-        due = self.nodes.due(self.clock())
+        now_s = self.clock()
+        due = self.nodes.due(now_s)
         if due:
             self.condemned.take(due)
+        self._cache.swapping.expire(now_s)
 
     def forget(self, tenant: str) -> Forgotten:
         """Condemn all text of ``tenant``; running requests of it publish nothing any more."""
@@ -175,6 +180,7 @@ class Retention:
         self.condemned.overwrites = True
         nodes = self.condemned.take(self.nodes.nodes_of(tenant))
         self._cache.mirror.relearn({namespace_of(node.key) for node in nodes})
+        in_host_memory = self._cache.swapping.forget(tenant)
         gone = [node for node in nodes if not node.lock_ref]
         left_nodes, in_tree, in_index, windows = self._left(tenant)
         return Forgotten(
@@ -185,6 +191,7 @@ class Retention:
             left_in_tree=in_tree,
             left_in_index=in_index,
             left_windows=windows,
+            removed_from_host=in_host_memory,
             overwritten=self.condemned.overwrite is not None and self.condemned.overwrites,
         )
 

@@ -69,6 +69,8 @@ def settings_of(config: KVShareConfig, *, isolated: bool = False) -> ScheduleSet
         confidence_slope=config.length_confidence_slope,
         isolated_lengths=isolated,
         victims=config.victims,
+        # Copies have an owner of their own, who knows what they take.
+        preempt="recompute",
         most_preemptions=config.most_preemptions,
         ttft_slo_ms=config.ttft_slo_ms,
         tbt_slo_ms=config.tbt_slo_ms,

@@ -166,6 +166,32 @@ SEAMS = (
     ),
     Seam(_EVENTS + "record_remove", "self, node, medium", "events"),
     *(Seam(target, "self, recv_req", "donors go with their weights") for target in WEIGHT_UPDATES),
+    # Swapping
+    Seam(
+        _SRT + "managers.schedule_batch.release_req",
+        "req, remaing_req_count, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, "
+        "hisparse_coordinator, offload_kv",
+        "swap at preemption",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.ScheduleBatch.release_req",
+        "self, idx, remaing_req_count, offload_kv",
+        "preemption before memory is short",
+    ),
+    Seam(_SRT + "managers.schedule_batch.Req.detach_kv", "self", "rows kept until copied"),
+    Seam(_SRT + "mem_cache.memory_pool.ReqToTokenPool.free", "self, req", "rows kept until copied"),
+    *(
+        Seam(_SRT + "mem_cache.base_prefix_cache.BasePrefixCache." + name, parameters, why)
+        for name, parameters, why in (
+            ("claim_kv_row", "self, req", "rows kept until copied"),
+            ("session_records", "self", "rows kept until copied"),
+            ("free_kv_row", "self, kv, ranges", "rows kept until copied"),
+            ("init_load_back", "self, params", "copies back"),
+            ("load_back_is_cache_owned", "self", "copies back"),
+            ("prefix_device_indices", "self, req", "copies back"),
+            ("release_aborted_request", "self, handle", "copies of aborted requests"),
+        )
+    ),
     # Admission
     Seam(
         _SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "self", "plan at admission"
@@ -298,7 +324,8 @@ SEAMS = (
         _SRT + "managers.schedule_batch.ReqKvInfo",
         None,
         "publish exact KV only",
-        fields="cache_protected_len cache_inserted_len req_pool_idx",
+        fields="cache_protected_len cache_inserted_len req_pool_idx kv_committed_len "
+        "kv_allocated_len",
     ),
     Seam(
         _SRT + "model_executor.forward_context.forward_context", "ctx, forward_batch", "attention"

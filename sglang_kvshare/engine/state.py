@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,13 @@ class EdgesUsed:
     spans: tuple[Span, ...]
 
 
+#: What is true as long as a prefill's values are there, and what its decoding has come to.
+_LASTING = (
+    *("placed", "exact_until", "depth", "planned_depth", "generation"),
+    *("queue", "decode_steps", "ridden", "again"),
+)
+
+
 @dataclass(eq=False)
 class RequestState:
     """Mutable state of one request; compared by identity.
@@ -81,6 +89,9 @@ class RequestState:
         report: what the response says; fixed at the end of the first prefill.
         reported: the report is fixed (a retracted request prefills again, but is counted once).
         job: what scheduling knows of it; ``None`` where SGLang schedules alone.
+        host_copy: its keys and values in host memory, while it is preempted
+            (:class:`~sglang_kvshare.engine.swapping.HostCopy`).
+        restored_slots: int64, what was copied back, until its row is written.
     """
 
     options: RequestOptions
@@ -112,6 +123,8 @@ class RequestState:
     report: ReuseReport = field(default_factory=ReuseReport)
     reported: bool = False
     job: Job | None = None
+    host_copy: Any = None
+    restored_slots: Any = None
 
     def told(self) -> ReuseReport:
         """The report, with what the request has refreshed until now."""
@@ -146,6 +159,24 @@ class RequestState:
         self.lost_because = "donor_evicted"
         self.edges = None
         self.deviations = {}
+
+    def lasting(self) -> dict[str, Any]:
+        """What :meth:`go_on` takes when the same values are there again."""
+        return {name: getattr(self, name) for name in _LASTING}
+
+    def go_on(self, lasting: Mapping[str, Any], exact_tokens: int, depth: int) -> None:
+        """The request's own values are in its row again, behind a prefix that was found anew.
+
+        Args:
+            exact_tokens: of that prefix; a branch may follow.
+            depth: of the prefix.
+        """
+        for name, value in lasting.items():
+            setattr(self, name, value)
+        if self.exact_until is not None:
+            # What others have computed exactly since then is exact; what comes behind is not.
+            self.exact_until = max(self.exact_until, exact_tokens)
+            self.depth = max(self.depth, depth)
 
     def end(self) -> None:
         """The request gave its KV back."""

@@ -102,6 +102,13 @@ class TenantNodes:
         """The first node of each insertion of ``tenant``, oldest first."""
         return [_first(insertion) for insertion in self._of_tenant.get(tenant, ())]
 
+    def due_s(self, node: TreeNode) -> float:
+        """When the node's tokens are past their time; infinite where they never are."""
+        insertion = _insertion_of(node)
+        if insertion is None:
+            return math.inf
+        return insertion.time_s + self._ttl_s.get(insertion.tenant, math.inf)
+
     def due(self, now_s: float) -> list[TreeNode]:
         """The first node of each insertion that is past its time."""
         if now_s < self._due_s:

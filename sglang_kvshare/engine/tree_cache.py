@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, default_radix_cache_factory
 
 from sglang_kvshare.config import KVShareConfig
@@ -35,6 +35,8 @@ from sglang_kvshare.engine.metrics import IndexSize, Metrics, build_metrics
 from sglang_kvshare.engine.retention import Limits, Retention, limits_of
 from sglang_kvshare.engine.similar_donors import similar_donors, wanted_sketcher
 from sglang_kvshare.engine.state import NOTHING_PLACED, EdgesUsed, RequestState, state_of
+from sglang_kvshare.engine.swappable_tree import SwappableRadixCache
+from sglang_kvshare.engine.swapping import Swapping, build_swapping
 from sglang_kvshare.matching.gaps import GapSettings
 from sglang_kvshare.matching.namespace import Namespace
 from sglang_kvshare.matching.planner import Behind, plan_reuse
@@ -98,10 +100,13 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
     cache.schedule = build_schedule(cache, ctx, sketcher, tenants)
     metrics.watch_schedule(cache.schedule.gauges)
+    cache.swapping = build_swapping(
+        cache, ctx.tp_worker.model_runner, config, ctx.tp_size, ctx.params.tp_cache_group
+    )
     return cache
 
 
-class KVShareRadixCache(RadixCache):
+class KVShareRadixCache(SwappableRadixCache):
     """Stock prefix behaviour, plus branches and plans for what lies beyond the exact prefix.
 
     A fault of ours costs what it would have gained: an exact prefix instead of a branch, a plan, a
@@ -122,6 +127,7 @@ class KVShareRadixCache(RadixCache):
         #: Of every tenant that the operator named.
         self.limits = dict(limits or {})
         self.retention = Retention(self, self.limits)
+        self.swapping = Swapping(self)
         #: Decoder layers of the model.
         self.layers = layers
         self.metrics = Metrics() if metrics is None else metrics
@@ -170,6 +176,7 @@ class KVShareRadixCache(RadixCache):
             entries=self.index.entries,
             bytes=self.index.nbytes,
             donor_locks=self.held_donor_locks,
+            host_pool_tokens=self.swapping.used_tokens,
             failed=self.index_failed,
         )
 
@@ -189,13 +196,15 @@ class KVShareRadixCache(RadixCache):
         self.retention.clear()
 
     def forget_donors(self) -> None:
-        """The model's weights are other ones now: no donor and no branch serves any more.
+        """The model's weights are other ones now: no donor, no branch and no host copy serves any
+        more.
 
         Exact prefixes are SGLang's to drop or keep (``flush_cache`` of the update request).
         """
         self.generation += 1
         self.mirror.forget_donors()
         self.donors.release_all()
+        self.swapping.drop_all()
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> Any:
         matched_tokens, leaf = super()._insert_helper(node, key, value, *rest)
@@ -241,11 +250,17 @@ class KVShareRadixCache(RadixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         state = state_of(params.req) if params.req is not None else None
+        found = self._in_the_tree(params, state)
+        return found if state is None else self.swapping.promised(found, len(params.key), state)
+
+    def _in_the_tree(self, params: MatchPrefixParams, state: RequestState | None) -> MatchResult:
         if state is not None and state.options.reuse == "off":
             return self._empty_match_result
         exact = super().match_prefix(params)
         try:
             if state is None or not accepts_approximation(params.req, state):
+                return exact
+            if self.swapping.beats_branch(exact, state):
                 return exact
             return self._along_branch(params.key, exact, state)
         except Exception:
@@ -448,6 +463,9 @@ class KVShareRadixCache(RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         result = super().evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and (waited := self.swapping.make_room(missing)):
+            result = EvictResult(result.num_tokens_evicted + waited)
         if result.num_tokens_evicted < params.num_tokens and self.donors.holders:
             try:
                 self.donors.release_all()
@@ -468,6 +486,8 @@ class KVShareRadixCache(RadixCache):
             if self.schedule is not None:
                 self.schedule.ended(req, state)
             state.end()
+            if req.finished():
+                self.swapping.finished(state)
 
 
 def _namespace_of(req: Any) -> bytes:

@@ -561,6 +561,9 @@ def check_slots(live: LiveScheduler) -> None:
         path = live.cache.path_device_indices(req.last_node).numpy()
         assert (row[: kv.cache_protected_len] == path[: kv.cache_protected_len]).all(), req.rid
         assert len(path) >= kv.cache_protected_len
+    for kv in live.cache.swapping.left_rows().values():
+        row = live.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len].numpy()
+        owned.append(np.unique(row[kv.cache_protected_len :] // page))
     pages = np.concatenate(owned)
     # Page 0 is padding.
     owners = np.bincount(pages, minlength=live.allocator.size // page + 1)
@@ -579,14 +582,16 @@ def check_locks(live: LiveScheduler) -> None:
 
     expected: Counter[int] = Counter()
     cache, states = live.cache, []
+    locks = [copy.left.lock for copy in cache.swapping.copying if copy.left is not None]
     for req in live.requests():
         state = state_of(req)
         states.append(state)
-        for lock in [req.lock, *state.donor_locks]:
-            node = None if lock is None else lock.node
-            while node is not None and node is not cache.root_node:
-                expected[node.id] += 1
-                node = node.parent
+        locks += [req.lock, *state.donor_locks]
+    for lock in locks:
+        node = None if lock is None else lock.node
+        while node is not None and node is not cache.root_node:
+            expected[node.id] += 1
+            node = node.parent
     found = {node.id: node.lock_ref for node in tree_nodes(cache) if node.lock_ref}
     assert found == dict(expected), (found, expected)
     assert all(any(state is held for state in states) for held in cache.donors._holders), (
@@ -651,6 +656,7 @@ def check_idle(live: LiveScheduler) -> None:
     assert not parts.ledger
     assert not parts.holder
     assert parts.host_pool.used_tokens == 0
+    assert live.cache.swapping.used_tokens == 0
 
 
 def check_empty(live: LiveScheduler) -> None:
