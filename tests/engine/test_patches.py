@@ -113,7 +113,8 @@ def test_each_patch_stands_alone(tmp_path, name):
 def test_the_help_of_sglang_serve_shows_the_flags_of_kvshare(tmp_path):
     site = copy_package(tmp_path / "site", ["plugin-flags-in-help"]).site
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.cli.main", "serve", "--model-type", "llm", "--help"],
+        [sys.executable, "-c", "from sglang.cli.main import main; main()"]
+        + ["serve", "--model-type", "llm", "--help"],
         env={**os.environ, "PYTHONPATH": str(site), "SGLANG_PLATFORM": "kvshare_cpu"},
         capture_output=True,
         text=True,
