@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patched_site import copy_package, copy_targets, stock_site
+from tiny_models import MODELS
 
 from sglang_kvshare.patching import installation
 from sglang_kvshare.patching.installation import IN, OUT
@@ -113,11 +115,70 @@ def test_each_patch_stands_alone(tmp_path, name):
 def test_the_help_of_sglang_serve_shows_the_flags_of_kvshare(tmp_path):
     site = copy_package(tmp_path / "site", ["plugin-flags-in-help"]).site
     done = subprocess.run(
-        [sys.executable, "-c", "from sglang.cli.main import main; main()"]
-        + ["serve", "--model-type", "llm", "--help"],
+        [
+            sys.executable,
+            "-c",
+            "from sglang.cli.main import main; main()",
+            *("serve", "--model-type", "llm", "--help"),
+        ],
         env={**os.environ, "PYTHONPATH": str(site), "SGLANG_PLATFORM": "kvshare_cpu"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert "--kvshare-config FILE.yaml" in done.stdout, done.stderr[-3000:]
+
+
+# --- --schedule-policy hit-rate -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_flag(tmp_path_factory):
+    """What ``policy_by_flag.py`` found where that patch is applied, and that alone."""
+    folder = tmp_path_factory.mktemp("policy")
+    site = copy_package(folder / "site", ["schedule-policy-values"]).site
+    model = MODELS["llama"].write(folder / "llama")
+    script = Path(__file__).with_name("policy_by_flag.py")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("KVSHARE")}
+    done = subprocess.run(
+        [sys.executable, str(script), str(model)],
+        env={**env, "PYTHONPATH": str(site), "SGLANG_PLATFORM": "kvshare_cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "schedule", "hooked"),
+    [
+        ("by flag", "effective-cost", "effective-cost", False),
+        ("by default", "hit-rate", "hit-rate", False),
+        ("priorities", "hit-rate", "hit-rate", False),
+        ("stock's own", "lpm", "hit-rate", False),
+        ("ours of that name", "fcfs", "fcfs", True),
+        ("switched off", "fcfs", None, True),
+        ("not asked for", "fcfs", None, True),
+    ],
+)
+def test_the_flag_and_the_setting_are_one(by_flag, name, policy, schedule, hooked):
+    assert by_flag["starts"][name] == [policy, schedule, hooked]
+
+
+def test_the_value_needs_kvshare(by_flag):
+    assert "--schedule-policy hit-rate needs --kvshare" in by_flag["starts"]["alone"]
+    # argparse's own status: SGLang's choices are still closed.
+    assert by_flag["starts"]["no such value"] == "2"
+
+
+def test_the_registered_policy_orders_and_falls_back_to_first_come(by_flag):
+    assert by_flag["orders"] == {
+        "ours": "cba",
+        "ours, priorities": "cba",
+        # Arrivals are a, b, c.
+        "stock's tree": "abc",
+        # b and c have the larger one.
+        "stock's tree, priorities": "bca",
+    }
