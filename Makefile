@@ -9,11 +9,11 @@ MODEL := smollm2-135m-instruct
 MODEL_DIR := $(CACHE)/models/$(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test kits soak lint format eval bench bench-index clean
+.PHONY: help env model demo test test-patched kits soak lint format eval bench bench-index clean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 env: ## make or update the environment (.venv, and the packages in the cache)
 	@PYTHON='$(PYTHON)' SGLANG_KVSHARE_CACHE='$(CACHE)' scripts/env.sh
@@ -27,6 +27,11 @@ demo: model ## see it work: five passages in five orders, with KVShare and witho
 test: lint model ## run everything that needs no GPU
 	@OMP_NUM_THREADS=1 SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' \
 	  $(PY) -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not kits_full'
+
+test-patched: model ## the same with a copy of SGLang in which all patches are (docs/patches.md)
+	@$(PY) tests/engine/patched_site.py build/patched
+	@OMP_NUM_THREADS=1 SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' \
+	  build/patched/bin/python -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not kits_full' $(TESTS)
 
 kits: model ## run SGLang's own test kits at length, a server for every mode (half an hour and more)
 	@SGLANG_KVSHARE_TEST_MODEL='$(MODEL_DIR)' $(PY) -m pytest tests/e2e/test_sglang_kits.py -m kits_full

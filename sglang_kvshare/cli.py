@@ -16,6 +16,7 @@ from sglang_kvshare.model.errors import ModelError
 from sglang_kvshare.model.install import ensure_model
 from sglang_kvshare.model.progress import Reporter
 from sglang_kvshare.model.registry import KNOWN_MODELS, find_model
+from sglang_kvshare.patching.command import app as patch
 
 app = typer.Typer(
     name="kvshare",
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 
 app.command("publish")(publish.command)
+app.add_typer(patch)
 
 
 def main() -> None:

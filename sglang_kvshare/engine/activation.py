@@ -31,6 +31,7 @@ from sglang_kvshare.config import (
     resolve,
     switched_on,
 )
+from sglang_kvshare.engine import schedule_policy_values
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,14 @@ def register_plugin() -> None:
     HookRegistry.register(target + "add_cli_args", _add_cli_args, HookType.AROUND)
     HookRegistry.register(target + "from_cli_args", _from_cli_args, HookType.AROUND)
     HookRegistry.register(target + "resolve_once", _resolve_once, HookType.AROUND)
+    schedule_policy_values.offer()
     if active_config() is not None:
         from sglang_kvshare.engine.hooks import install
 
         install()
+    elif ENV_RESOLVED in os.environ:
+        # It was switched off when --schedule-policy could not be changed any more.
+        schedule_policy_values.register()
 
 
 def active_config() -> KVShareConfig | None:
@@ -116,7 +121,9 @@ def _from_cli_args(original: Any, cls: Any, args: argparse.Namespace) -> Any:
     yaml_path = getattr(args, "kvshare_config", None)
     asked = None
     try:
-        if getattr(args, "kvshare", False) or switched_on(os.environ):
+        wanted = getattr(args, "kvshare", False) or switched_on(os.environ)
+        schedule_policy_values.take(getattr(args, "schedule_policy", ""), given, wanted)
+        if wanted:
             asked = resolve(cli=given, env=os.environ, yaml_path=yaml_path)
         elif given or yaml_path:
             names = [cli_flag(name) for name in given] or ["--kvshare-config"]
@@ -164,7 +171,7 @@ def _resolve_once(original: Any, record: Any) -> None:
     from sglang_kvshare.engine.support import Unsupported
     from sglang_kvshare.tenants import TenantError
 
-    config = tenancy.with_whole_path(config)
+    config = schedule_policy_values.agree(record, tenancy.with_whole_path(config))
     try:
         tenants = tenancy.read(config)
         check_embedder(config.embedder if config.similar_donors else "")
@@ -184,6 +191,7 @@ def _resolve_once(original: Any, record: Any) -> None:
         if not getattr(record, "_resolution_finished", False):
             if record.radix_cache_backend == BACKEND:
                 record.radix_cache_backend = None
+            schedule_policy_values.give_up(record)
             original(record)
         logger.warning("%s", off_sentence(error))
     return None
@@ -197,9 +205,10 @@ def _resolve_accepted(original: Any, record: Any) -> None:
         Unsupported: the arguments or the model's configuration are not served.
     """
     from sglang_kvshare.engine.hooks import register_backend
-    from sglang_kvshare.engine.seams import check_seams
+    from sglang_kvshare.engine.seams import check_seams, found
 
     check_seams()
+    check_seams(found())
     register_backend()
     if record.radix_cache_backend is None:
         record.radix_cache_backend = BACKEND

@@ -23,16 +23,23 @@ def hooks() -> tuple[Hook, ...]:
         report,
         requests,
         retention,
+        schedule_policy_values,
         swapping,
         weights,
     )
+    from sglang_kvshare.engine.activation import active_config
 
-    srt = "sglang.srt."
+    srt, order = "sglang.srt.", ordering.calc_priority
     return (
         (srt + "sampling.sampling_params.SamplingParams.verify", requests.verify),
         (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
         (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
-        (srt + "managers.schedule_policy.SchedulePolicy.calc_priority", ordering.calc_priority),
+        *(
+            ()
+            # A patch to SGLang makes this hook unnecessary.
+            if schedule_policy_values.stands_in(active_config())
+            else ((srt + "managers.schedule_policy.SchedulePolicy.calc_priority", order),)
+        ),
         (
             srt + "managers.scheduler.Scheduler.update_running_batch",
             preempting.update_running_batch,
@@ -102,7 +109,10 @@ def install() -> None:
     """Register the tree cache and all hooks, and apply them. Safe to call again."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_kvshare.engine import schedule_policy_values
+
     register_backend()
+    schedule_policy_values.register()
     _register(hooks())
     HookRegistry.apply_hooks()
 

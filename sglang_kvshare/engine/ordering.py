@@ -31,23 +31,30 @@ def calc_priority(
     processed_tokens: int = 0,
 ) -> None:
     """Hook of ``SchedulePolicy.calc_priority``."""
-    schedule = schedule_of(self.tree_cache)
-    if schedule is None or not _orders(schedule, self):
+    sign = -self.priority_sign if self.enable_priority_scheduling else 0
+    # Another --schedule-policy than SGLang's default stands.
+    ours = self.policy.value == "fcfs" and arranged(self.tree_cache, waiting_queue, sign)
+    if not ours:
         original(self, waiting_queue, running_batch, processed_tokens)
-        return
+
+
+def arranged(tree_cache: Any, queue: list[Any], priority_sign: int) -> bool:
+    """Sort ``queue`` in place; see :func:`arrange`.
+
+    Returns:
+        ``False`` where the order is not ours, or a fault kept it from being so.
+    """
+    schedule = schedule_of(tree_cache)
+    if schedule is None or schedule.parts.order is None:
+        return False
     try:
-        sign = -self.priority_sign if self.enable_priority_scheduling else 0
-        arrange(schedule, waiting_queue, sign)
+        arrange(schedule, queue, priority_sign)
     except Exception:
         schedule.fault("the order of the queue")
-        for job in _jobs(waiting_queue):
+        for job in _jobs(queue):
             job.held = False
-        original(self, waiting_queue, running_batch, processed_tokens)
-
-
-def _orders(schedule: Schedule, policy: Any) -> bool:
-    """Whether the order is ours: another ``--schedule-policy`` than SGLang's default stands."""
-    return schedule.parts.order is not None and policy.policy.value == "fcfs"
+        return False
+    return True
 
 
 def arrange(schedule: Schedule, queue: list[Any], priority_sign: int) -> None:

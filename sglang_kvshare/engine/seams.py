@@ -380,6 +380,40 @@ SEAMS = (
 )
 
 
+#: Symbols that the patches in ``patches/`` add to SGLang; where they are, they must fit too.
+PATCH_SEAMS = (
+    Seam(_SRT + "arg_groups.choices.add_schedule_policy_choices", None, "--schedule-policy"),
+    Seam(_SRT + "arg_groups.choices.SCHEDULE_POLICY_CHOICES", None, "--schedule-policy"),
+    Seam(
+        _SRT + "managers.schedule_policy.register_schedule_policy",
+        "name, factory",
+        "--schedule-policy",
+    ),
+    Seam(
+        _SRT + "mem_cache.base_prefix_cache.BasePrefixCache.backup_on_retract",
+        "self, req",
+        "swapping",
+    ),
+    Seam(
+        _SRT + "managers.schedule_batch.register_retraction_policy",
+        "name, order",
+        "--retraction-policy",
+    ),
+)
+
+
+def found(seams: Iterable[Seam] = PATCH_SEAMS) -> list[Seam]:
+    """Those that the installed SGLang has."""
+    return [seam for seam in seams if _resolved(seam) is not None]
+
+
+def _resolved(seam: Seam) -> Any:
+    try:
+        return pkgutil.resolve_name(seam.symbol)
+    except (ImportError, AttributeError):
+        return None
+
+
 def check_seams(seams: Iterable[Seam] = SEAMS) -> None:
     """Compare every seam with the installed SGLang.
 

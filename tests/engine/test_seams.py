@@ -10,9 +10,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sglang_cpu")]
 
 
 def test_the_installed_sglang_is_as_expected():
-    from sglang_kvshare.engine.seams import SEAMS, check_seams
+    from sglang_kvshare.engine.seams import SEAMS, check_seams, found
 
     check_seams()
+    check_seams(found())
     assert len(SEAMS) > 30
     assert len({seam.symbol for seam in SEAMS}) == len(SEAMS)
 
@@ -20,10 +21,10 @@ def test_the_installed_sglang_is_as_expected():
 def test_every_hook_and_every_override_has_a_seam():
     """What is hooked must be in the table, or a changed signature is found by a crash."""
     from sglang_kvshare.engine.hooks import hooks, http_hooks
-    from sglang_kvshare.engine.seams import SEAMS
+    from sglang_kvshare.engine.seams import PATCH_SEAMS, SEAMS
     from sglang_kvshare.engine.tree_cache import KVShareRadixCache
 
-    known = {seam.symbol for seam in SEAMS}
+    known = {seam.symbol for seam in (*SEAMS, *PATCH_SEAMS)}
     for target, _ in (*hooks(), *http_hooks()):
         assert target in known, target
     inherited = {
@@ -125,3 +126,24 @@ def test_hooks_are_off_in_this_process():
 
     with pytest.raises(SeamError, match="not in place"):
         verify()
+
+
+def test_what_a_patch_adds_is_checked_where_it_is_there():
+    from sglang_kvshare.engine.seams import PATCH_SEAMS, SEAMS, SeamError, check_seams, found
+    from sglang_kvshare.patching import installation
+
+    states = {
+        each.patch.name: each.state == installation.IN
+        for each in installation.examine(installation.find())
+    }
+    by_patch = {
+        "schedule-policy-values": PATCH_SEAMS[:3],
+        "backup-on-retract": PATCH_SEAMS[3:4],
+        "retraction-policy-values": PATCH_SEAMS[4:],
+    }
+    for name, seams in by_patch.items():
+        assert found(seams) == (list(seams) if states[name] else []), name
+    # Positive control: what is there is found, and checked like any other.
+    with_signature = next(seam for seam in SEAMS if seam.parameters)
+    with pytest.raises(SeamError):
+        check_seams(found([replace(with_signature, parameters="other")]))

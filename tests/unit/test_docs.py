@@ -120,12 +120,16 @@ def test_each_test_that_stands_for_a_report_exists():
 
 
 def test_the_wheel_holds_every_package() -> None:
-    """The folders are listed by hand, for ``eval`` is installed under another name."""
+    """The folders are listed by hand, for two are installed under other names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
     found = {
         ".".join((name, *path.parent.relative_to(ROOT / folder).parts))
-        for folder, name in (("sglang_kvshare", "sglang_kvshare"), ("eval", "kvshare_eval"))
+        for folder, name in (
+            ("sglang_kvshare", "sglang_kvshare"),
+            ("eval", "kvshare_eval"),
+            ("patches", "kvshare_patches"),
+        )
         for path in (ROOT / folder).rglob("__init__.py")
     }
     assert listed == found
