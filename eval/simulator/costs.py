@@ -125,7 +125,9 @@ class Costs:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise EvalError(f"{where}: unknown {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            raise EvalError(
+                f"{where}: unknown {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            )
         try:
             return cls(**values)
         except TypeError as error:

@@ -58,6 +58,8 @@ class KvCache:
         self._nodes: dict[tuple[int, int], Node] = {}
         self._idle: OrderedDict[int, Node] = OrderedDict()
         self._made = 0
+        #: Counts blocks that became donors, or are none any more.
+        self.donor_changes = 0
         self._donors: dict[int, int] | None = {} if donors else None
 
     # --- asking --------------------------------------------------------------------------------
@@ -76,6 +78,16 @@ class KvCache:
     def has_donor(self, content: int) -> bool:
         """Whether the block is cached anywhere, on exact context."""
         return self._donors is not None and content in self._donors
+
+    def unchanged(self, last: Node | None, after: int | None, donor_changes: int) -> bool:
+        """Whether a match still ends at ``last``, before the content ``after``."""
+        if last is not None and self._nodes.get(last.key) is not last:
+            return False
+        if after is not None:
+            parent = self.ROOT if last is None else last.number
+            if (parent, after) in self._nodes:
+                return False
+        return donor_changes == self.donor_changes
 
     @property
     def available(self) -> int:
@@ -174,6 +186,7 @@ class KvCache:
                 self.private -= tokens
                 self.locked += tokens
                 if exact and self._donors is not None:
+                    self.donor_changes += content not in self._donors
                     self._donors[content] = self._donors.get(content, 0) + 1
             else:
                 self.lock((node,))
@@ -202,3 +215,4 @@ class KvCache:
                 self._donors[node.content] = left
             else:
                 del self._donors[node.content]
+                self.donor_changes += 1

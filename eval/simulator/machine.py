@@ -41,7 +41,7 @@ from sglang_kvshare.scheduling.preemption import victims
 from sglang_kvshare.scheduling.prefill_budget import prefill_tokens
 from sglang_kvshare.scheduling.stock import CLIP_MAX_NEW_TOKENS, RETRACT_DECODE_STEPS
 
-#: Waiting requests that are shown to an order of KVShare's; the rest is beyond its window anyway.
+#: Waiting requests that are shown to an order, beside as many as may be overtaken.
 _WINDOW = 128
 #: SGLang touches the prefixes of so many waiting requests every so many passes.
 _TOUCHED, _TOUCH_EVERY = 128, 32
@@ -122,7 +122,10 @@ class Machine:
         count = len(requests)
         self.requests, self.costs, self.flags, self.side = requests, costs, flags, side
         self._jumps, self._check = jumps, check
-        self.cache = KvCache(flags.pool_tokens, donors=side.reuse)
+        # Of a trace that numbers blocks by all that stands before them, equal content elsewhere
+        # cannot be seen.
+        self._reuses = side.reuse and bool(requests.blocks) and not requests.chained
+        self.cache = KvCache(flags.pool_tokens, donors=self._reuses)
         self.link = Link(costs)
         self.felt = Felt(
             first_ps=[-1] * count,
@@ -137,6 +140,9 @@ class Machine:
         parts = parts_of(side, flags, costs, requests)
         self._parts = parts
         self._order = parts.order
+        # Beyond the window of bypasses an order is first come first served anyway; SGLang's lpm
+        # only asks whether more than 128 wait.
+        self._window = _WINDOW + (side.most_bypasses if side.own_order else 1)
         self._holder = parts.holder if side.hold_ms > 0 else None
         lengths = Lengths(requests, parts)
         self.reservation: StockReservation | LedgerReservation
@@ -156,6 +162,7 @@ class Machine:
         self._full = False
         self._decode_next = False
         self._touches = 0
+        self._seen: dict[int, tuple[Node | None, int | None, int]] = {}
         # --- the batch, as sums; and what each of its requests was when it joined
         self._batch = 0
         self._context = 0
@@ -317,7 +324,7 @@ class Machine:
         self._touch_waiting()
         if not self._waiting:
             return []
-        count = min(len(self._waiting), 129 if self.side.order == "lpm" else _WINDOW)
+        count = min(len(self._waiting), self._window)
         window = list(islice(self._waiting.items(), count))
         if self.side.order == "lpm" and count <= 128:
             for i, one in window:
@@ -347,7 +354,15 @@ class Machine:
         return blocks[i] if blocks else (-2 * i - 2,)
 
     def _predict(self, i: int, one: Waiting) -> None:
-        prefix = min(sum(node.tokens for node in self._match(i)), one.prompt_tokens - 1)
+        """What its prefill will take. Kept as long as the tree stays as it is for this prompt."""
+        cache, contents = self.cache, self._contents(i)
+        seen = self._seen.get(i)
+        if seen is not None and cache.unchanged(*seen):
+            return
+        path = cache.matched(contents)
+        after = contents[len(path)] if len(path) < len(contents) else None
+        self._seen[i] = path[-1] if path else None, after, cache.donor_changes
+        prefix = min(sum(node.tokens for node in path), one.prompt_tokens - 1)
         reused = self._reusable(i, prefix)
         one.prefix_tokens = prefix
         spared = round(reused * (1 - self.side.recompute_ratio))
@@ -360,7 +375,7 @@ class Machine:
 
     def _reusable(self, i: int, prefix: int) -> int:
         """Tokens of blocks beyond the prefix that stand elsewhere in the cache."""
-        if not self.side.reuse or not self.requests.blocks or i in self._swapped:
+        if not self._reuses or i in self._swapped:
             return 0
         size, prompt = self.requests.block_tokens, self._prompt[i]
         first = prefix // size
@@ -411,6 +426,7 @@ class Machine:
             self.felt.prefix[i] = prefix
             self.felt.reused[i] = reused
         del self._waiting[i]
+        self._seen.pop(i, None)
         self._paths[i] = path
         self._private[i] = 0
         self._take(i, taken)
@@ -506,7 +522,7 @@ class Machine:
             size = self._prompt[i]
         path, prompt = self._paths[i], self._prompt[i]
         last = len(contents) if upto >= prompt else upto // size
-        exact = not self.side.reuse or not path or path[-1].exact
+        exact = not self._reuses or not path or path[-1].exact
         blocks = []
         for place, content in enumerate(contents[len(path) : last], len(path)):
             if exact and self.felt.reused[i]:
@@ -825,9 +841,7 @@ class Machine:
         )
         assert held + self.link.tokens_out == self.cache.private
         assert self._batch == len(self._joined)
-        assert self._context == sum(
-            self._prompt[i] + self._out_now(i) - 1 for i in self._joined
-        )
+        assert self._context == sum(self._prompt[i] + self._out_now(i) - 1 for i in self._joined)
 
 
 _ADDED, _NO_TOKEN, _OTHER, _HELD = range(4)
@@ -862,9 +876,7 @@ class _Chosen:
             self.limit -= rows
 
 
-def _steps_until(
-    span: int, first: int, rise: int, took: Callable[[int], int], most: int
-) -> int:
+def _steps_until(span: int, first: int, rise: int, took: Callable[[int], int], most: int) -> int:
     """The fewest steps that take at least ``span``, which ``most`` steps do."""
     if span <= first:
         return 1

@@ -1,4 +1,4 @@
-"""What a simulated server is started with: SGLang's flags, and each of KVShare's parts on or off."""
+"""What a simulated server is started with: SGLang's flags, and each part of KVShare on or off."""
 
 from __future__ import annotations
 
