@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvshare_eval.simulator.costs import Costs
 from kvshare_eval.simulator.requests import Requests
 from kvshare_eval.simulator.settings import Flags, Side
+from sglang_kvshare.scheduling.holding import Holder
 from sglang_kvshare.scheduling.order import order_named
 from sglang_kvshare.scheduling.parts import ScheduleSettings, SchedulingParts, build_parts
 
@@ -38,6 +39,9 @@ def parts_of(side: Side, flags: Flags, costs: Costs, requests: Requests) -> Sche
     )
     if parts.order is None:
         parts = replace(parts, order=order_named(side.order))
+    if side.hold_ms > 0 and parts.holder is None:
+        # A server holds only with an order of its own; here each part can be tried alone.
+        parts = replace(parts, holder=Holder(side.hold_ms, side.most_bypasses))
     if parts.preemption_cost is not None:
         for tokens in _COPY_TOKENS:
             size = tokens * costs.kv_bytes_per_token
