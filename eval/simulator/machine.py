@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.simulator.copies import Link
@@ -472,18 +472,21 @@ class Machine:
         assert self._holder is not None
         if not len(self._holder):
             return False
+        holder = self._holder
         keys = self._keys(i, len(path))
-        if not keys:
-            return False
-        prompt = self._prompt[i]
-        rows = prompt - prefix
-        gain = len(keys) * self.requests.block_tokens
-        gain = min(gain, rows - 1)
-        costs = self.costs
-        gain_ms = costs.prefill_ms(rows, rows * prompt) - costs.prefill_ms(
-            rows - gain, (rows - gain) * prompt
+        # What is computed now: at any place where that can be taken, else in a common prefix.
+        wanted = (
+            [key for key in keys if key in holder]
+            if self._reuses
+            else [*takewhile(holder.__contains__, keys)]
         )
-        return self._holder.held(self._waiting[i], keys, gain_ms, self.now / PS_PER_MS)
+        if not wanted:
+            return False
+        prompt, costs = self._prompt[i], self.costs
+        rows = prompt - prefix
+        later = max(1, rows - len(wanted) * self.requests.block_tokens)
+        gain_ms = costs.prefill_ms(rows, rows * prompt) - costs.prefill_ms(later, later * prompt)
+        return holder.held(self._waiting[i], wanted, gain_ms, self.now / PS_PER_MS)
 
     def _keys(self, i: int, known: int) -> tuple[int, ...]:
         """Whole blocks that it would compute and others could take."""
@@ -513,7 +516,10 @@ class Machine:
             else:
                 self._publish(i, self._computed)
         # With a budget for each pass, what decodes gets a step before the next one.
-        self._decode_next = self.side.budget and self.requests.tbt_slo_ms is not None
+        side = self.side
+        self._decode_next = (
+            side.budget and side.decode_between and self.requests.tbt_slo_ms is not None
+        )
 
     def _publish(self, i: int, upto: int) -> None:
         """Blocks that are computed up to there go into the tree."""

@@ -56,7 +56,9 @@ class Side:
         most_preemptions: from then on a request is the last resort.
         host_pool_tokens: room for what is swapped out.
         budget: whether a prefill pass beside decoding requests takes no longer than their TBT SLO
-            allows, and a decode step follows every prefill pass.
+            allows.
+        decode_between: with it, whether a decode step follows every prefill pass, as with SGLang's
+            ``--prefill-decode-interval 1``; else the next prefill may come first.
         reuse: blocks at any place of the namespace are reused; else exact prefixes only.
         recompute_ratio: of the rows of reused blocks so many are computed all the same.
     """
@@ -74,6 +76,7 @@ class Side:
     most_preemptions: int = 3
     host_pool_tokens: int = 0
     budget: bool = False
+    decode_between: bool = True
     reuse: bool = False
     recompute_ratio: float = 0.15
 
