@@ -8,6 +8,7 @@ from kvshare_eval.front import told
 from kvshare_eval.quality.cli import quality
 from kvshare_eval.report.cli import compare, report
 from kvshare_eval.serving.cli import serving
+from kvshare_eval.simulator.cli import simulate
 
 app = typer.Typer(
     name="eval",
@@ -17,3 +18,4 @@ app = typer.Typer(
 )
 for command in (quality, serving, report, compare):
     app.command()(told()(command))
+app.add_typer(simulate)

@@ -12,9 +12,10 @@ i waits the oldest is no younger than i. KVShare's order, by hit rate (arXiv 250
 such bound, and a stream of good hits starves the rest.
 
 Inside the window, first to last: those that resume, as they came; those that waited for a good part
-of their TTFT SLO and can still meet it; the others. In the last two, requests of like cost stand
-beside each other, the groups in the order of their best member: a batch takes as long as its
-longest, so that a cheap request gains nothing in a batch of costly ones.
+of their TTFT SLO and can still meet it; the others; and those that miss it in any case, who would
+only make others miss theirs. In the last three, requests of like cost stand beside each other, the
+groups in the order of their best member: a batch takes as long as its longest, so that a cheap
+request gains nothing in a batch of costly ones.
 """
 
 from __future__ import annotations
@@ -89,13 +90,14 @@ class Windowed:
     def _best_first(
         self, waiting: Sequence[Waiting], window: list[int], now_ms: float
     ) -> list[int]:
-        tiers: tuple[list[int], list[int], list[int]] = [], [], []
+        tiers: tuple[list[int], ...] = [], [], [], []
         for i in window:
             tiers[self._tier(waiting[i], now_ms)].append(i)
         return [
             *tiers[_RESUMES],
             *self._by_score(waiting, tiers[_AGED]),
             *self._by_score(waiting, tiers[_OTHERS]),
+            *self._by_score(waiting, tiers[_LATE]),
         ]
 
     def _tier(self, one: Waiting, now_ms: float) -> int:
@@ -105,9 +107,10 @@ class Windowed:
         slo_ms = one.ttft_slo_ms
         if slo_ms is None:
             return _AGED if waited_ms > AGED_SHARE * self._patience_ms else _OTHERS
-        # One that will be late in any case must not make others late.
         in_time = feasible(waited_ms, one.effective_ms, slo_ms)
-        return _AGED if in_time and waited_ms > AGED_SHARE * slo_ms else _OTHERS
+        if not in_time:
+            return _LATE
+        return _AGED if waited_ms > AGED_SHARE * slo_ms else _OTHERS
 
     def _by_score(self, waiting: Sequence[Waiting], indices: list[int]) -> list[int]:
         """Equal ones as they came; those of like cost follow the best of them."""
@@ -120,7 +123,7 @@ class Windowed:
         return [i for group in groups.values() for i in group]
 
 
-_RESUMES, _AGED, _OTHERS = range(3)
+_RESUMES, _AGED, _OTHERS, _LATE = range(4)
 
 
 class AsQueued:

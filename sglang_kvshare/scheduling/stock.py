@@ -86,6 +86,19 @@ class StockBudget:
             _clipped(one.max_new_tokens - one.output_tokens) * new_token_ratio for one in running
         )
 
+    @classmethod
+    def with_reserved(
+        cls, available_tokens: int, reserved_tokens: float, page_tokens: int = 1
+    ) -> StockBudget:
+        """For a caller that keeps the sum over what decodes itself.
+
+        Args:
+            reserved_tokens: what may still be generated, by all, times the ratio.
+        """
+        budget = cls(available_tokens, (), 0.0, page_tokens)
+        budget._total -= reserved_tokens
+        return budget
+
     @property
     def exhausted(self) -> bool:
         """Nobody else is looked at."""
@@ -99,14 +112,35 @@ class StockBudget:
             max_new_tokens: bound on the answer.
             output_tokens: answer so far, of one that was retracted.
         """
-        left = _clipped(max(max_new_tokens - output_tokens, 0))
-        if extend_tokens + left + self._page >= self._total:
+        if not self.fits(extend_tokens, max_new_tokens, output_tokens):
             return False
+        self.charge(extend_tokens, max_new_tokens)
+        return True
+
+    def fits(self, extend_tokens: int, max_new_tokens: int, output_tokens: int = 0) -> bool:
+        """The same without charging it: a prompt that fits whole may be cut into chunks."""
+        left = _clipped(max(max_new_tokens - output_tokens, 0))
+        return extend_tokens + left + self._page < self._total
+
+    def charge(self, extend_tokens: int, max_new_tokens: int) -> None:
+        """
+        Args:
+            max_new_tokens: 0 for a chunk that is not the last.
+        """
         charge = -(-extend_tokens // self._page) * self._page + self._page
         self._now -= charge
         # Not a slip: SGLang charges all that it may generate, the answer so far included.
         self._total -= charge + _clipped(max_new_tokens)
-        return True
+
+    def pin(self, tokens: int) -> None:
+        """So many of the evictable tokens were locked, below 0 for unlocked."""
+        self._now -= tokens
+        self._total -= tokens
+
+    def chunk_tokens(self, limit_tokens: int) -> int:
+        """Of the next chunk of a prompt in progress, which must go on to give back its slots."""
+        left = min(limit_tokens, int(self._total))
+        return left if left > 0 else limit_tokens
 
 
 def _clipped(tokens: int) -> int:

@@ -165,7 +165,7 @@ def clear_order(queue, now_ms, score, most_bypasses):
         slo = one.ttft_slo_ms
         aged = waited > AGED_SHARE * (PATIENCE_MS if slo is None else slo)
         late = slo is not None and waited + one.effective_ms > slo
-        return 0 if one.preemptions else 1 if aged and not late else 2
+        return 0 if one.preemptions else 3 if late else 1 if aged else 2
 
     def class_of(one):
         return math.floor(math.log2(max(one.effective_ms, 1)))
