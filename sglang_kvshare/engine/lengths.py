@@ -97,8 +97,8 @@ class Lengths:
             neighbours=neighbours,
         )
 
-    def answered(self, req: Any, job: Job) -> None:
-        """``req`` ended by itself or at its bound."""
+    def answered(self, req: Any, job: Job, tenant: str | None) -> None:
+        """``req`` of ``tenant`` ended by itself or at its bound."""
         if job.asked is None or job.estimate is None:
             return
         tokens = len(req.output_ids)
@@ -106,15 +106,15 @@ class Lengths:
         self._answers += 1
         if self._prompts is not None:
             try:
-                self._prompts.add(job.namespace, int64(req.origin_input_ids), tokens)
+                self._prompts.add(job.namespace, int64(req.origin_input_ids), tokens, tenant)
             except Exception:
                 self._give_up_prompts()
 
-    def forget(self, namespaces: set[bytes]) -> None:
-        """Nothing of ``namespaces`` is remembered any more."""
-        self.estimator.forget({namespace.hex() for namespace in namespaces})
+    def forget(self, tenant: str, namespaces: set[bytes]) -> None:
+        """Nothing of ``tenant``, nor of ``namespaces``, is remembered any more."""
         if self._prompts is not None:
-            self._prompts.forget(namespaces)
+            namespaces = namespaces | self._prompts.forget(tenant)
+        self.estimator.forget({namespace.hex() for namespace in namespaces})
 
     def _give_up_prompts(self) -> None:
         logger.exception("KVShare asks similar prompts no more how long their answers were")

@@ -179,7 +179,10 @@ class Retention:
         self._epochs[tenant] += 1
         self.condemned.overwrites = True
         nodes = self.condemned.take(self.nodes.nodes_of(tenant))
-        self._cache.mirror.relearn({namespace_of(node.key) for node in nodes})
+        namespaces = {namespace_of(node.key) for node in nodes}
+        self._cache.mirror.relearn(namespaces)
+        if self._cache.schedule is not None:
+            self._cache.schedule.lengths.forget(tenant, namespaces)
         in_host_memory = self._cache.swapping.forget(tenant)
         gone = [node for node in nodes if not node.lock_ref]
         left_nodes, in_tree, in_index, windows = self._left(tenant)

@@ -235,7 +235,7 @@ class Schedule:
         if complete:
             if job.estimate is not None:
                 self.cache.metrics.answered(len(req.output_ids), job.estimate.upper_tokens)
-            self.lengths.answered(req, job)
+            self.lengths.answered(req, job, state.tenant)
             self._attained(req, state, job)
 
     def _attained(self, req: Any, state: RequestState, job: Job) -> None:

@@ -6,6 +6,7 @@ Seams: ``TreeCacheBuildContext``, the KV pool and its allocator.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,14 @@ def build_schedule(
     path = Path(config.length_file) if config.length_file else None
     estimator = read_estimator(path, isolated=isolated)
     allocator = ctx.params.token_to_kv_pool_allocator
+    settings = settings_of(config, isolated=isolated)
+    arguments = ctx.server_args
+    if arguments.enable_priority_scheduling and not arguments.disable_priority_preemption:
+        # How much it would gain by preempting, SGLang reckons in its own reservations.
+        settings = replace(settings, reserve="stock")
+        logger.info("KVShare leaves reservations to SGLang, which preempts by priority")
     parts = build_parts(
-        settings_of(config, isolated=isolated),
+        settings,
         pool_tokens=int(allocator.size),
         page_tokens=int(ctx.params.page_size),
         bytes_per_token=_bytes_per_token(allocator),

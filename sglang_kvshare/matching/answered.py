@@ -11,6 +11,7 @@ own answers only.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +24,13 @@ _MOST_ANSWERS = 4096
 #: Prompts of this cosine or less ask for something else.
 _MIN_SIMILARITY = 0.6
 _NEIGHBOURS = 8
+
+
+@dataclass(frozen=True)
+class _Answer:
+    namespace: bytes
+    tokens: int
+    tenant: str | None
 
 
 class AnsweredPrompts:
@@ -39,7 +47,7 @@ class AnsweredPrompts:
         # Equal weights: which tokens are rare is the other prompts' business.
         self._rarity = TokenRarity()
         self._most = most
-        self._tokens: dict[int, int] = {}
+        self._answers: dict[int, _Answer] = {}
         self._order: deque[int] = deque()
         self._next = 0
 
@@ -57,32 +65,43 @@ class AnsweredPrompts:
             return ()
         near = self._index.search(namespace, sketch, _NEIGHBOURS)
         return tuple(
-            self._tokens[number]
+            self._answers[number].tokens
             for number, likeness in zip(
                 near.windows[0].tolist(), near.similarity[0].tolist(), strict=True
             )
             if number != NONE and likeness > _MIN_SIMILARITY
         )
 
-    def add(self, namespace: bytes, prompt: Int64Array, answer_tokens: int) -> None:
+    def add(
+        self, namespace: bytes, prompt: Int64Array, answer_tokens: int, tenant: str | None = None
+    ) -> None:
+        """An answer is complete.
+
+        Args:
+            tenant: whose it is, for :meth:`forget`.
+        """
         sketch = self._sketch(prompt)
         if sketch is None:
             return
         if len(self._order) == self._most:
-            oldest = self._order.popleft()
-            del self._tokens[oldest]
-            self._index.remove(np.array([oldest], dtype=np.int64))
+            self._drop([self._order.popleft()])
         self._index.add(namespace, np.array([self._next], dtype=np.int64), sketch)
-        self._tokens[self._next] = answer_tokens
+        self._answers[self._next] = _Answer(namespace, answer_tokens, tenant)
         self._order.append(self._next)
         self._next += 1
 
-    def forget(self, namespaces: set[bytes]) -> None:
-        """Nothing of ``namespaces`` is remembered any more."""
-        for namespace in sorted(namespaces):
-            for number in self._index.drop(namespace).tolist():
-                del self._tokens[number]
-        self._order = deque(number for number in self._order if number in self._tokens)
+    def forget(self, tenant: str) -> set[bytes]:
+        """Nothing of ``tenant`` is remembered any more; returns the namespaces that it was in."""
+        theirs = [number for number, one in self._answers.items() if one.tenant == tenant]
+        namespaces = {self._answers[number].namespace for number in theirs}
+        self._drop(theirs)
+        self._order = deque(number for number in self._order if number in self._answers)
+        return namespaces
+
+    def _drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._answers[number]
+        self._index.remove(np.array(numbers, dtype=np.int64))
 
     def _sketch(self, prompt: Int64Array) -> np.ndarray | None:
         """fp32 ``[1, dims]``; ``None`` where the end says nothing."""
