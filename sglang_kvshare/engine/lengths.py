@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ class Lengths:
         self._path = path
         self._on_fault = on_fault
         self._saved_ms: float | None = None
+        self._writer: threading.Thread | None = None
         self._answers = self._saved_answers = 0
 
     def left_tokens(self, req: Any, job: Job, arrivals_per_s: float) -> int:
@@ -130,12 +132,26 @@ class Lengths:
         if self._saved_ms is not None and now_ms - self._saved_ms < _SAVE_EVERY_MS:
             return
         self._saved_ms, self._saved_answers = now_ms, self._answers
+        if self._writer is not None and self._writer.is_alive():
+            return
+        # Not in the scheduler's time.
+        self._writer = threading.Thread(
+            target=self._write, args=(self._path, self.estimator.to_state()), daemon=True
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until the file is written that is being written."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
         try:
-            fresh = self._path.with_name(self._path.name + ".new")
-            fresh.write_text(json.dumps(self.estimator.to_state()))
-            os.replace(fresh, self._path)
+            fresh = path.with_name(path.name + ".new")
+            fresh.write_text(json.dumps(state))
+            os.replace(fresh, path)
         except OSError as error:
-            logger.warning("KVShare cannot write length_file=%s: %s", self._path, error.strerror)
+            logger.warning("KVShare cannot write length_file=%s: %s", path, error.strerror)
             self._path = None
 
 

@@ -236,6 +236,7 @@ class Schedule:
             if job.estimate is not None:
                 self.cache.metrics.answered(len(req.output_ids), job.estimate.upper_tokens)
             self.lengths.answered(req, job, state.tenant)
+            self.lengths.save_when_due(self.clock.now_ms())
             self._attained(req, state, job)
 
     def _attained(self, req: Any, state: RequestState, job: Job) -> None:
