@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
 from sglang_kvshare.config import layer_numbers
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor
@@ -72,10 +72,14 @@ def _planning(stock: Any) -> type:
             return admission
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = isinstance(self.tree_cache, KVShareRadixCache)
+            if ours and not self.tree_cache.swapping.ready(req):
+                # Its turn comes; those behind it need not wait.
+                return AddReqResult.CONTINUE
             self._plan_ahead = None
             result = super().add_one_req(req, *args, **kwargs)
             admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
-            if admitted and isinstance(self.tree_cache, KVShareRadixCache):
+            if admitted and ours:
                 branch_tokens = plan_admitted(self.tree_cache, req, self._plan_ahead)
                 if not req.retracted_stain:
                     # SGLang's own counters say "cached" for what is exact.
