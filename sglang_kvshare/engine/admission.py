@@ -105,10 +105,14 @@ def _planning(stock: Any) -> type:
             if job is not None and job.held:
                 # Those behind it are held as well.
                 return AddReqResult.OTHER
+            ours = isinstance(self.tree_cache, KVShareRadixCache)
+            if ours and not self.tree_cache.swapping.ready(req):
+                # Its turn comes; those behind it need not wait.
+                return AddReqResult.CONTINUE
             self._plan_ahead = None
             result = super().add_one_req(req, *args, **kwargs)
             admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
-            if not admitted or not isinstance(self.tree_cache, KVShareRadixCache):
+            if not admitted or not ours:
                 return result
             branch_tokens = plan_admitted(self.tree_cache, req, self._plan_ahead)
             if not req.retracted_stain:
@@ -124,7 +128,8 @@ def _planning(stock: Any) -> type:
 
         def _give_back(self, rows: int) -> bool:
             """Budgets count the rows that run; whether there are any to give back."""
-            if rows <= 0:
+            if rows <= 0 or self.new_chunked_req is not None:
+                # SGLang keeps track of one prompt that is cut.
                 return False
             self.rem_input_tokens += rows
             if self.rem_chunk_tokens is not None:

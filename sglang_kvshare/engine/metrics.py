@@ -47,11 +47,9 @@ STEPS = (
 #: Directions of copies between the KV pool and host memory.
 DIRECTIONS = ("out", "in")
 #: Why a preempted request that was to be swapped is recomputed all the same: there was no room in
-#: the host pool; the copy was not done, failed, or was dropped (new weights, forgotten, expired);
-#: the prefix in front of it has left the tree; there were no slots, or copying back failed.
-FALLBACKS = (
-    *("pool_full", "not_ready", "copy_failed", "dropped", "prefix_gone", "no_slots", "load_failed"),
-)
+#: the host pool; the copy failed or was dropped (new weights, forgotten, expired); the prefix in
+#: front of it has left the tree; there were no slots, or copying back failed.
+FALLBACKS = ("pool_full", "copy_failed", "dropped", "prefix_gone", "no_slots", "load_failed")
 #: What finds cached tokens: runs of equal tokens, similar windows, and reuse edges, which spare the
 #: search for runs.
 FOUND_BY = ("edge", "run", "similar")

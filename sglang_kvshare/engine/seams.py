@@ -213,6 +213,7 @@ SEAMS = (
         "prompts that stay in one chunk",
         fields="prefix_len extend_len max_new_tokens is_chunked",
     ),
+    Seam(_SRT + "managers.schedule_policy.AddReqResult.CONTINUE", None, "requests that wait"),
     Seam(
         _SRT + "managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
         None,

@@ -81,6 +81,7 @@ class HostCopy:
         held: copied out, and there to be copied back.
         gone: nobody gets it any more.
         left: see :class:`_Left`.
+        begun_s: by this process's clock.
         steps: of the scheduler, since it was begun.
         loaded_at: where the tree's part of the prefix ended when it was copied back.
         missed: why it was not, when that was tried.
@@ -99,6 +100,7 @@ class HostCopy:
     held: bool = False
     gone: bool = False
     left: _Left | None = None
+    begun_s: float = field(default_factory=time.monotonic)
     steps: int = 0
     loaded_at: int | None = None
     missed: str = ""
@@ -168,7 +170,8 @@ class Swapping:
         return self.way_of(req, start, max(start, req.seqlen - 1)).ms
 
     def ready(self, req: Any) -> bool:
-        """Whether the request has nothing to wait for: its copy out, if there is one, is done."""
+        """Whether the request may be admitted. While it is being copied it waits, for that takes
+        less time than computing it again."""
         copy = _copy_of(req)
         return copy is None or copy.held
 
@@ -180,8 +183,9 @@ class Swapping:
             if copy.left is not None
         }
 
-    def way_of(self, req: Any, start: int, end: int) -> Way:
-        """How to preempt ``req``, whose positions ``[start, end)`` would be copied."""
+    def way_of(self, req: Any) -> Way:
+        """How to preempt ``req``, if either way is open to it."""
+        start, end = self._span(req)
         gate = self.cache.gate_of([req]) if self.way == "auto" and self.ranks == 1 else None
         if gate is None or not gate.cost.known:
             # Nothing to compare with.
@@ -242,10 +246,8 @@ class Swapping:
             self.drop(state.host_copy)
         if not self._swappable(req, state):
             return None
-        page = self.cache.page_size
-        end = min(req.seqlen - 1, req.kv.kv_committed_len) // page * page
-        start = _held_by_others(req.last_node)
-        if end <= start or self.way_of(req, start, end).way != "swap":
+        start, end = self._span(req)
+        if end <= start or self.way_of(req).way != "swap":
             return None
         self._count += 1
         number = self._count
@@ -266,10 +268,25 @@ class Swapping:
             lasting=state.lasting(),
             tenants=tenants,
             due_s=due_s,
-            job=self.copier.out(row.to(torch.int64, copy=True), extents),
+            job=self._out(row.to(torch.int64, copy=True), extents),
         )
         state.host_copy = self._copies[copy.handle] = copy
         return copy
+
+    def _span(self, req: Any) -> tuple[int, int]:
+        """The positions that would be copied, in whole pages."""
+        page = self.cache.page_size
+        return _held_by_others(req.last_node), (req.seqlen - 1) // page * page
+
+    def _out(self, slots: torch.Tensor, extents: list[Extent]) -> Job:
+        """A copy that cannot even begin fails as any other: with several ranks all of them must
+        come to ask each other."""
+        try:
+            return self.copier.out(slots, extents)
+        except Exception as error:
+            job = Job()
+            job.error = error
+            return job
 
     def _swappable(self, req: Any, state: RequestState) -> bool:
         """Whether the request's values are its own, whole, and of today's weights."""
@@ -306,7 +323,7 @@ class Swapping:
 
     def settle(self, copy: HostCopy) -> None:
         """Wait until a copy out is done; it is there from then on, or gone."""
-        copy.job.wait(MOST_SECONDS)
+        copy.job.wait(max(0.0, copy.begun_s + MOST_SECONDS - time.monotonic()))
         if not self.agree(copy.job.succeeded):
             if copy.job.error is not None:
                 logger.error("KVShare could not copy to host memory", exc_info=copy.job.error)
@@ -322,9 +339,13 @@ class Swapping:
         """A step of the scheduler begins: what is done is done."""
         for copy in self.copying:
             copy.steps += 1
-            if copy.steps >= RANKS_WAIT_STEPS if self.ranks > 1 else copy.job.done():
+            if copy.steps >= RANKS_WAIT_STEPS if self.ranks > 1 else self._over(copy):
                 self.settle(copy)
         self._end()
+
+    def _over(self, copy: HostCopy) -> bool:
+        """It is done, or has taken so long that it is given up."""
+        return copy.job.done() or time.monotonic() - copy.begun_s > MOST_SECONDS
 
     def make_room(self, tokens: int) -> int:
         """Wait for copies whose slots are needed now; returns the tokens that this freed."""
@@ -419,8 +440,6 @@ class Swapping:
         return True
 
     def _why_not(self, copy: HostCopy, prefix_tokens: int) -> str:
-        if not copy.held:
-            return "not_ready"
         if prefix_tokens < copy.start:
             return "prefix_gone"
         # With nothing missed, the tree had it all.

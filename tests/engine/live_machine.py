@@ -100,6 +100,36 @@ class Bench:
     references: list[Reference]
     #: What has been seen: positive controls.
     counts: Counter[str] = field(default_factory=Counter)
+    #: Requests to preempt before memory is short, in the next decode step.
+    preempt: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        scheduler, swapping = self.live.scheduler, self.live.cache.swapping
+        # Copies are waited for after so many steps: an example must not hang on the clock.
+        swapping.ranks = 2
+        update = scheduler.update_running_batch
+
+        def preempting(batch: Any) -> Any:
+            from sglang_kvshare.engine.swapping import preempt
+
+            for number, req in reversed(list(enumerate(batch.reqs))):
+                if req.rid in self.preempt and not req.finished():
+                    self.counts["preempted"] += 1
+                    preempt(scheduler, batch, number)
+            return update(batch)
+
+        scheduler.update_running_batch = preempting
+
+    def swaps(self) -> Counter[str]:
+        """Copies of preempted requests, fallbacks and faults since the start."""
+        totals = self.live.cache.metrics.totals
+        return Counter(
+            {
+                " ".join((series.name.removeprefix("kvshare:"), *values)): int(number)
+                for (series, values), number in totals.items()
+                if "swap" in series.name or "swap" in values
+            }
+        )
 
 
 def build(config: LiveConfig, folder: Path) -> Bench:
@@ -300,6 +330,16 @@ class LiveMachine(RuleBasedStateMachine):
         self.live.retract_next()
         self.turn()
         self.live.retract_no_more()
+
+    @precondition(lambda self: self.live.scheduler.running_batch.reqs)
+    @rule(pick=st.integers(0, 3), others=st.booleans())
+    def preempt(self, pick, others):
+        """Before memory is short: the slots go when they have been copied."""
+        rids = [req.rid for req in self.live.scheduler.running_batch.reqs]
+        at = pick % len(rids)
+        self.bench.preempt[:] = rids[at:] if others else [rids[at]]
+        self.turn()
+        self.bench.preempt.clear()
 
     @precondition(lambda self: not self.live.paused)
     @rule(mode=st.sampled_from(["in_place", "retract"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from swap_rig import Rig
 
@@ -61,19 +62,28 @@ def copied_beside_the_others(rig: Rig) -> None:
     assert copy.end > len(calls["a"][0]) + 1 - rig.config.page_size
 
 
-def admitted_before_it_was_copied(rig: Rig) -> None:
+def a_copy_that_hangs(rig: Rig) -> None:
+    """It is waited for, and given up; those behind it in the queue go first."""
+    from sglang_kvshare.engine import swapping
+
     calls = three(rig)
     said = rig.untouched(calls, **EXACT)
     submit(rig, calls)
-    with rig.held_worker():
+    with rig.held_worker(), pytest.MonkeyPatch.context() as patch:
         rig.preempt("a")
         (copy,) = rig.swapping.copying
+        rig.live.submit("d", calls["c"][0], 4, **EXACT)
+        rig.until(lambda: "d" in rig.live.finished)
+        assert rig.waiting("a")
+        assert rig.swapping.copying == [copy]
+        patch.setattr(swapping, "MOST_SECONDS", 0.0)
         rig.until(lambda: rig.decoding("a"))
         # Its slots are free, its host memory is not yet.
         assert not rig.swapping.left_rows()
         assert rig.swapping.used_tokens == copy.tokens
+    del rig.live.finished["d"]
     assert rig.finish() == said
-    assert rig.counted() == {"swap_fallbacks_total not_ready": 1}
+    assert rig.counted() == {"swap_fallbacks_total copy_failed": 1, "faults_total swap": 1}
 
 
 def memory_runs_out(rig: Rig) -> None:
@@ -349,7 +359,7 @@ def an_approximation_stays_one(rig: Rig) -> None:
 
 CASES = (
     copied_beside_the_others,
-    admitted_before_it_was_copied,
+    a_copy_that_hangs,
     memory_runs_out,
     an_allocation_waits_for_copies,
     retracted_every(2),

@@ -214,6 +214,8 @@ class Rig:
     def finish(self) -> dict[str, tuple[int, ...]]:
         """Everything runs to its end; what each request said."""
         self.admits = True
+        # What was sent is received in a turn.
+        self.turn()
         self.until(lambda: self.live.idle)
         self.settle()
         said = {rid: one.ids for rid, one in self.live.finished.items()}

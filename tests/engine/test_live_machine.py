@@ -27,6 +27,9 @@ def test_the_scheduler_under_any_order_of_events(config, tmp_path):
     assert counts["texts checked"] > 5, counts
     assert counts["retractions"] > 0, counts
     assert counts["aborted"] > 0, counts
+    assert counts["preempted"] > 0, counts
+    assert counts["swaps_total in"] > 0, counts
+    assert counts["faults_total swap"] == 0, counts
 
 
 def everything(name: str, folder: Path) -> Counter[str]:
@@ -40,6 +43,6 @@ def everything(name: str, folder: Path) -> Counter[str]:
         for case in live_cases.CASES:
             bench.live.reset()
             case(bench)
-        return live_machine.explore(bench, examples=EXAMPLES, steps=STEPS)
+        return live_machine.explore(bench, examples=EXAMPLES, steps=STEPS) + bench.swaps()
     finally:
         bench.live.close()

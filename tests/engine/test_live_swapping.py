@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +35,16 @@ def every_case(name: str, dtype: str, folder: Path) -> int:
 
     # Mixed chunks join requests' rounding; here texts are compared token for token.
     rig = Rig(replace(live_machine.CONFIGS[name], mixed=False), dtype, folder)
+    failed = []
     try:
         for number, case in enumerate(swap_cases.CASES):
             rig.begin()
             try:
                 case(rig)
-            except BaseException as error:
-                error.add_note(f"case {number}: {case.__qualname__}; counted {rig.counted()}")
-                raise
+            except Exception:
+                told = f"case {number}, {case.__qualname__}, counted {rig.counted()}:"
+                failed.append(f"{told}\n{traceback.format_exc()}")
+        assert not failed, "\n".join(failed)
         return len(swap_cases.CASES)
     finally:
         rig.live.close()

@@ -66,8 +66,22 @@ class FakeReq:
     beam_group = multi_item_delimiter_indices = token_indices_to_pool = None
     full_untruncated_fill_ids: array = field(default_factory=lambda: array("q"))
 
+    to_finish = None
+
     def finished(self) -> bool:
         return self.done
+
+    @property
+    def cache_request_handle(self) -> str:
+        return self.rid
+
+    @property
+    def seqlen(self) -> int:
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    def detach_kv(self) -> object:
+        kv, self.kv = self.kv, type(self.kv)()
+        return kv
 
     def refresh(self) -> None:
         self.full_untruncated_fill_ids = self.origin_input_ids + self.output_ids
