@@ -166,8 +166,7 @@ class Swapping:
     def predicted_ms(self, req: Any) -> float:
         """What preempting a running request and resuming it is predicted to take; infinite where
         nothing was measured yet."""
-        start = _held_by_others(req.last_node)
-        return self.way_of(req, start, max(start, req.seqlen - 1)).ms
+        return self.way_of(req).ms
 
     def ready(self, req: Any) -> bool:
         """Whether the request may be admitted. While it is being copied it waits, for that takes
