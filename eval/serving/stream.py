@@ -27,6 +27,7 @@ class Streamed:
         last: when the last token came.
         gaps: between tokens that came one after the other; tokens that came in one piece share
             the gap before it equally, as in SGLang's own benchmark.
+        text: the answer, as far as it came.
         meta: SGLang's ``meta_info`` of the last piece.
         error: what went wrong.
     """
@@ -36,6 +37,7 @@ class Streamed:
     last: float | None = None
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
+    text: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -95,6 +97,7 @@ def _take(got: Streamed, line: bytes, moment: float) -> None:
         got.error = str(piece["error"])[:_ERROR_CHARS]
         return
     got.meta = piece["meta_info"]
+    got.text = piece.get("text", "")
     tokens = int(got.meta["completion_tokens"])
     new = tokens - got.tokens
     if new <= 0:
