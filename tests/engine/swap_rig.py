@@ -42,6 +42,10 @@ class Rig:
                 seam_tokens=2,
                 tail_tokens=2,
                 gate="off",
+                # Whom it preempts, and when, is said by each case.
+                schedule="stock",
+                reserve="stock",
+                victims="stock",
                 preempt="swap",
                 host_pool_mb=2,
             ),
