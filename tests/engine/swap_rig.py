@@ -23,7 +23,7 @@ from live_machine import LiveConfig, check_empty, check_idle, check_locks, check
 from kvshare_eval.live.scheduler import LiveScheduler
 from sglang_kvshare.config import KVShareConfig
 
-TURNS = 400
+TURNS = 2000
 
 
 class Rig:
@@ -41,6 +41,7 @@ class Rig:
                 min_saved_tokens=1,
                 seam_tokens=2,
                 tail_tokens=2,
+                refresh_slowdown=1e9,
                 gate="off",
                 # Whom it preempts, and when, is said by each case.
                 schedule="stock",

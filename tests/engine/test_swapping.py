@@ -63,9 +63,9 @@ def preempt(machine, swapping, req):
     """As ``release_req`` does, with the row left behind."""
     swapping._beside = True
     swapping.swap_out(req)
-    swapping._beside = False
     machine.live.remove(req)
     left = machine.cache.claim_kv_row(req)
+    swapping._beside = False
     if not left:
         machine.live.append(req)
         machine.let_go(req, checkpoint=False)
