@@ -238,7 +238,7 @@ def emptied_while_swapped(rig: Rig) -> None:
     """A flush, and other weights, of a paused scheduler: the copy serves nobody any more."""
     for new_weights in (False, True):
         rig.begin()
-        call = {"a": (rig.new(40), 20)}
+        call = {"a": (rig.new(rig.config.page_size + 39), 20)}
         said = rig.untouched(call, **EXACT)
         submit(rig, call)
         rig.preempt("a")
