@@ -65,9 +65,11 @@ def alternate(sides: dict[str, Callable[[], float]], turns: int) -> dict[str, li
 
 
 def attention_calls(sites: dict[str, Path], turns: int) -> list[dict[str, Any]]:
-    """Times of ``_run_sdpa_forward_extend``, one request, fp32."""
+    """CPU times of ``_run_sdpa_forward_extend``, one request, fp32, one thread: what else the
+    machine does lengthens them little."""
     import torch
 
+    torch.set_num_threads(1)
     backends = {name: _backend(name, site / MODULE) for name, site in sites.items()}
     rows = []
     for cached, new in LENGTHS:
@@ -79,11 +81,11 @@ def attention_calls(sites: dict[str, Path], turns: int) -> list[dict[str, Any]]:
         outputs = {name: torch.empty_like(query) for name in backends}
 
         def call(name: str, query: Any = query, outputs: Any = outputs, rest: Any = rest) -> float:
-            begin = time.perf_counter()
+            begin = time.process_time()
             backends[name]._run_sdpa_forward_extend(
                 query, outputs[name], *rest, enable_gqa=True, causal=True
             )
-            return (time.perf_counter() - begin) * 1e3
+            return (time.process_time() - begin) * 1e3
 
         alternate({name: lambda name=name: call(name) for name in backends}, 1)
         times = alternate({name: lambda name=name: call(name) for name in backends}, turns)
