@@ -29,17 +29,22 @@ def hooks() -> tuple[Hook, ...]:
     )
     from sglang_kvshare.engine.activation import active_config
 
-    srt, order = "sglang.srt.", ordering.calc_priority
+    srt = "sglang.srt."
+    # What a patch to SGLang makes unnecessary, where it is applied (docs/patches.md).
+    spared_by_patches: tuple[tuple[bool, Hook], ...] = (
+        (
+            schedule_policy_values.stands_in(active_config()),
+            (srt + "managers.schedule_policy.SchedulePolicy.calc_priority", ordering.calc_priority),
+        ),
+        (
+            swapping.asked_by_sglang(),
+            (srt + "managers.schedule_batch.release_req", swapping.release_req),
+        ),
+    )
     return (
         (srt + "sampling.sampling_params.SamplingParams.verify", requests.verify),
         (srt + "managers.scheduler.Scheduler._create_generation_req", requests.create),
         (srt + "managers.scheduler.Scheduler.get_prefill_adder_class", admission.adder_class),
-        *(
-            ()
-            # A patch to SGLang makes this hook unnecessary.
-            if schedule_policy_values.stands_in(active_config())
-            else ((srt + "managers.schedule_policy.SchedulePolicy.calc_priority", order),)
-        ),
         (
             srt + "managers.scheduler.Scheduler.update_running_batch",
             preempting.update_running_batch,
@@ -52,7 +57,7 @@ def hooks() -> tuple[Hook, ...]:
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", metrics.step),
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", retention.step),
         (srt + "managers.scheduler.Scheduler.get_next_batch_to_run", swapping.step),
-        (srt + "managers.schedule_batch.release_req", swapping.release_req),
+        *(hook for spared, hook in spared_by_patches if not spared),
         (
             srt + "managers.tp_worker.TpModelWorker.forward_batch_generation",
             forward.forward_batch_generation,

@@ -38,6 +38,11 @@ class SwappableRadixCache(RadixCache):
         assert len(path) >= req.prefix_len, (req.rid, len(path), req.prefix_len)
         return path[: req.prefix_len]
 
+    def backup_on_retract(self, req: Any) -> bool:
+        """Called by an SGLang with the patch of that name; otherwise a hook does the same."""
+        self.swapping.swap_out(req)
+        return self.swapping.keeps(req)
+
     def claim_kv_row(self, req: Any) -> bool:
         return self.swapping.claim(req)
 

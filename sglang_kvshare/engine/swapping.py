@@ -38,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 
 from sglang_kvshare.engine.branches import depth_of, exact_ancestor, path_tokens
 from sglang_kvshare.engine.eligibility import is_special
@@ -238,6 +238,10 @@ class Swapping:
             self.cache.fault("swap")
             self.cache.metrics.swap_fallback("copy_failed")
             self.finished(state)
+
+    def keeps(self, req: Any) -> bool:
+        """Whether a copy of a request waits for it, or is being made."""
+        return _copy_of(req) is not None
 
     def _begin(self, req: Any, state: RequestState) -> HostCopy | None:
         if state.host_copy is not None:
@@ -567,6 +571,11 @@ def _held_by_others(node: Any) -> int:
 def swapping_of(tree_cache: Any) -> Swapping | None:
     """``None`` where stock SGLang's tree cache serves."""
     return getattr(tree_cache, "swapping", None)
+
+
+def asked_by_sglang() -> bool:
+    """Whether SGLang asks the tree cache itself: the patch ``backup-on-retract`` is applied."""
+    return hasattr(BasePrefixCache, "backup_on_retract")
 
 
 def release_req(original: Any, *, req: Any, tree_cache: Any, **kwargs: Any) -> Any:
