@@ -279,10 +279,11 @@ class Machine:
             pending = self._fill(self._chunked) - self._computed
         cache, reservation = self.cache, self.reservation
         reservation.begin_pass(cache.available, pending, self._left, self._batch)
-        candidates = self._ordered()
+        self._touch_waiting()
         if self._chunked is not None:
             self._continue_chunk(chosen)
-        for i in candidates:
+        # An order changes nothing: where the chunk has spent the pass nobody needs to be asked.
+        for i in () if chosen.spent else self._ordered():
             if chosen.spent:
                 break
             if len(chosen.requests) >= room:
@@ -321,7 +322,6 @@ class Machine:
         )
 
     def _ordered(self) -> list[int]:
-        self._touch_waiting()
         if not self._waiting:
             return []
         count = min(len(self._waiting), self._window)
