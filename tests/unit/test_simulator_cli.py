@@ -15,6 +15,7 @@ from kvshare_eval.simulator.costs import load_costs
 pytestmark = pytest.mark.unit
 
 SMALL = ["--workload", "plain:prompt=100,output=5", "--requests", "60", "--costs", "this-cpu"]
+SLOS = ["--slo-ttft-ms", "3000", "--slo-tbt-ms", "400"]
 
 
 def told(*words: str) -> Result:
@@ -44,7 +45,7 @@ def test_outcomes_are_kept_and_not_simulated_again(tmp_path: Path) -> None:
 
 
 def test_the_sweep_finds_what_each_side_stands() -> None:
-    got = told("sweep", *SMALL, "--rate", "1", "--side", "stock")
+    got = told("sweep", *SMALL, *SLOS, "--rate", "1", "--side", "stock")
     assert got.exit_code == 0, got.output
     assert "req/s at 90 %" in got.stdout
     assert "| `stock` |" in got.stdout
