@@ -126,19 +126,20 @@ def ablation_sides() -> list[str]:
 
 
 def rate_at(
-    share: Callable[[float], float], wanted: float, first: float, *, most: float = 1e6
+    share: Callable[[float], float], wanted: float, first: float, *, most: float = 1e3
 ) -> float:
     """The rate at which an attainment falls to ``wanted``, to within 2 %.
 
     Attainment falls with the rate but for noise. From ``first`` on the rate is doubled or halved
-    until the two sides of the border are known, then the border is bisected on a log scale.
+    until the two sides of the border are known, then the border is bisected on a log scale. A
+    border further off than a factor ``most`` is not found; the last rate tried stands for it.
     """
     low = high = first
     if share(first) >= wanted:
-        while share(high) >= wanted and high < most:
+        while high < first * most and share(high) >= wanted:
             low, high = high, high * 2
     else:
-        while share(low) < wanted and low > 1 / most:
+        while low > first / most and share(low) < wanted:
             low, high = low / 2, low
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)

@@ -24,13 +24,14 @@ class Node:
         exact: computed on exact context, so that it may be a donor.
     """
 
-    __slots__ = ("content", "exact", "key", "locks", "number", "tokens")
+    __slots__ = ("content", "exact", "key", "locks", "number", "parent", "tokens")
 
     def __init__(
-        self, number: int, key: tuple[int, int], content: int, tokens: int, exact: bool
+        self, number: int, parent: Node | None, content: int, tokens: int, exact: bool
     ) -> None:
         self.number = number
-        self.key = key
+        self.parent = parent
+        self.key = (KvCache.ROOT if parent is None else parent.number, content)
         self.content = content
         self.tokens = tokens
         self.locks = 0
@@ -60,7 +61,7 @@ class KvCache:
         self._made = 0
         #: Counts blocks that became donors, or are none any more.
         self.donor_changes = 0
-        self._donors: dict[int, int] | None = {} if donors else None
+        self._donors: dict[int, dict[int, Node]] | None = {} if donors else None
 
     # --- asking --------------------------------------------------------------------------------
 
@@ -113,6 +114,16 @@ class KvCache:
         for node in reversed(path):
             if not node.locks:
                 idle.move_to_end(node.number)
+
+    def touch_donor(self, content: int) -> None:
+        """A block was taken from wherever it stands: it, and what stands before it, was used."""
+        assert self._donors is not None
+        node: Node | None = next(reversed(self._donors[content].values()))
+        path = []
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        self.touch(path[::-1])
 
     def lock(self, path: Sequence[Node]) -> None:
         for node in path:
@@ -173,27 +184,27 @@ class KvCache:
             which were given back.
         """
         path = list(path)
-        parent = path[-1].number if path else self.ROOT
+        parent = path[-1] if path else None
         doubled = 0
         for content, tokens, exact in blocks:
-            key = (parent, content)
+            key = (self.ROOT if parent is None else parent.number, content)
             node = self._nodes.get(key)
             if node is None:
                 self._made += 1
-                node = Node(self._made, key, content, tokens, exact)
+                node = Node(self._made, parent, content, tokens, exact)
                 node.locks = 1
                 self._nodes[key] = node
                 self.private -= tokens
                 self.locked += tokens
                 if exact and self._donors is not None:
                     self.donor_changes += content not in self._donors
-                    self._donors[content] = self._donors.get(content, 0) + 1
+                    self._donors.setdefault(content, {})[node.number] = node
             else:
                 self.lock((node,))
                 self.give(tokens)
                 doubled += tokens
             path.append(node)
-            parent = node.number
+            parent = node
         return path, doubled
 
     def leave(self, path: Sequence[Node], tokens: int, content: int) -> None:
@@ -210,9 +221,7 @@ class KvCache:
 
     def _forget_donor(self, node: Node) -> None:
         if node.exact and self._donors is not None:
-            left = self._donors[node.content] - 1
-            if left:
-                self._donors[node.content] = left
-            else:
+            del self._donors[node.content][node.number]
+            if not self._donors[node.content]:
                 del self._donors[node.content]
                 self.donor_changes += 1

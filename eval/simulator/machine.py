@@ -279,10 +279,11 @@ class Machine:
             pending = self._fill(self._chunked) - self._computed
         cache, reservation = self.cache, self.reservation
         reservation.begin_pass(cache.available, pending, self._left, self._batch)
-        candidates = self._ordered()
+        self._touch_waiting()
         if self._chunked is not None:
             self._continue_chunk(chosen)
-        for i in candidates:
+        # An order changes nothing: where the chunk has spent the pass nobody needs to be asked.
+        for i in () if chosen.spent else self._ordered():
             if chosen.spent:
                 break
             if len(chosen.requests) >= room:
@@ -321,7 +322,6 @@ class Machine:
         )
 
     def _ordered(self) -> list[int]:
-        self._touch_waiting()
         if not self._waiting:
             return []
         count = min(len(self._waiting), self._window)
@@ -373,16 +373,22 @@ class Machine:
             rows = max(1, min(rows, one.prompt_tokens - tokens - min(prefix, begin)))
         one.effective_ms = self.costs.prefill_ms(rows, rows * one.prompt_tokens)
 
-    def _reusable(self, i: int, prefix: int) -> int:
-        """Tokens of blocks beyond the prefix that stand elsewhere in the cache."""
+    def _reusable(self, i: int, prefix: int, *, takes: bool = False) -> int:
+        """Tokens of blocks beyond the prefix that stand elsewhere in the cache.
+
+        Args:
+            takes: they are about to be taken.
+        """
         if not self._reuses or i in self._swapped:
             return 0
-        size, prompt = self.requests.block_tokens, self._prompt[i]
-        first = prefix // size
-        has = self.cache.has_donor
+        size, prompt, cache = self.requests.block_tokens, self._prompt[i], self.cache
         # The last block is computed in any case: it holds the question.
-        inner = self.requests.blocks[i][first : (prompt - 1) // size]
-        return size * sum(map(has, inner))
+        inner = self.requests.blocks[i][prefix // size : (prompt - 1) // size]
+        found = [content for content in inner if cache.has_donor(content)]
+        if takes:
+            for content in found:
+                cache.touch_donor(content)
+        return size * len(found)
 
     def _fill(self, i: int) -> int:
         """What must be in the cache before the next token."""
@@ -407,7 +413,7 @@ class Machine:
         if chosen.limit is None and chosen.requests and extend >= chosen.input_left:
             cache.unlock(path)
             return _OTHER
-        reused = self._reusable(i, prefix) if out == 0 else 0
+        reused = self._reusable(i, prefix, takes=True) if out == 0 else 0
         back = self._swapped.get(i)
         rows = extend - reused + math.ceil(reused * self.side.recompute_ratio)
         if back is not None:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvshare_eval.errors import EvalError
 from kvshare_eval.simulator.costs import PS_PER_MS
 
 Ints = npt.NDArray[np.int64]
+#: Twice as long still fits into 64 bits.
+_MOST_PS = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,15 @@ class Requests:
         return replace(self, arrived_ps=arrived)
 
     def at_rate(self, rate: float) -> Requests:
-        """The same at a mean rate, in requests a second."""
+        """The same at a mean rate, in requests a second; a single request comes as it does.
+
+        Raises:
+            EvalError: so few a second that time cannot be counted.
+        """
+        if len(self) < 2:
+            return self
+        if len(self) / rate * 1e12 > _MOST_PS:
+            raise EvalError(f"{len(self)} requests at {rate:g} a second take too long to count")
         return self.faster(rate / self.rate)
 
     def with_slo(self, ttft_ms: float | None, tbt_ms: float | None) -> Requests:

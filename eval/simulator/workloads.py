@@ -56,6 +56,7 @@ def rag(
     question_tokens: int = 64,
     pool: int = 2000,
     zipf: float = 1.0,
+    cold: float = 0.0,
     output: int = 64,
     output_sigma: float = 0.5,
     max_new: int = 256,
@@ -63,16 +64,20 @@ def rag(
     """Passages of a common pool in random order, popular ones more often, a question behind them.
 
     A prompt has ``least_passages`` to ``passages`` different ones, drawn with weights
-    1 / rank^``zipf``, then shuffled. Answers are log-normal around ``output``.
+    1 / rank^``zipf``, then shuffled; a share ``cold`` of the prompts has passages of its own, that
+    nobody asks about again. Answers are log-normal around ``output``.
     """
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, pool + 1) ** zipf
-    # The largest of log(u)/w: draws without replacement by weight, for many prompts at a time.
     edges = np.cumsum(weights / weights.sum())
     many = rng.integers(least_passages, passages + 1, size=count)
     blocks: list[tuple[int, ...]] = []
     unique = pool + 1
     for wanted in many.tolist():
+        if rng.random() < cold:
+            blocks.append(tuple(range(unique, unique + wanted + 1)))
+            unique += wanted + 1
+            continue
         drawn: dict[int, None] = {}
         while len(drawn) < wanted:
             drawn[int(np.searchsorted(edges, rng.random(), side="right"))] = None
