@@ -59,6 +59,7 @@ def _planning(stock: Any) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self._rows, self._most_rows = 0, MOST_CHUNKS * (self.rem_chunk_tokens or 0)
             limit_prefill(self)
 
         def _get_running_request_total_token_offset(self, req: Any) -> Any:
@@ -75,7 +76,7 @@ def _planning(stock: Any) -> type:
                 )
             else:
                 now = total_tokens - most_new_tokens(req)
-                if not reserving.fits(self, req, now):
+                if not fits(reserving, self, req, now):
                     return AddReqResult.NO_TOKEN
                 admission = super()._select_prefill_admission(req, total_tokens=now, **kwargs)
                 if not isinstance(admission, AddReqResult):
@@ -83,6 +84,16 @@ def _planning(stock: Any) -> type:
             return self._in_one(
                 req, admission, kwargs.get("host_hit_length", 0), reserving is not None
             )
+
+        def add_chunked_req(self, req: Any) -> Any:
+            limit_prefill(self, int(req.prefix_len))
+            left = super().add_chunked_req(req)
+            added = bool(self.can_run_list) and self.can_run_list[-1] is req
+            if left is None and added and reservation(self.tree_cache, req) is not None:
+                # SGLang has reserved its answer, which the ledger does.
+                most = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+                self.memory_budget.total_offset -= most
+            return left
 
         def _in_one(self, req: Any, admission: Any, host_hit_tokens: int, reserved: bool) -> Any:
             """A prompt that was to be cut, whole where the rows that run fit."""
@@ -127,8 +138,15 @@ def _planning(stock: Any) -> type:
             return self.budget_state()
 
         def _give_back(self, rows: int) -> bool:
-            """Budgets count the rows that run; whether there are any to give back."""
-            if rows <= 0 or self.new_chunked_req is not None:
+            """Budgets count the rows that run; whether there are any to give back.
+
+            Some layers run for all rows, and all of them should reuse fail, so that a batch is not
+            without bound.
+            """
+            self._rows += self.can_run_list[-1].extend_len
+            if rows <= 0 or (self._most_rows and self._rows > self._most_rows):
+                return False
+            if self.new_chunked_req is not None:
                 # SGLang keeps track of one prompt that is cut.
                 return False
             self.rem_input_tokens += rows
@@ -142,9 +160,18 @@ def _planning(stock: Any) -> type:
 def reservation(cache: Any, req: Any) -> Any:
     """What reserves KV for the answer of ``req``; ``None`` where SGLang does."""
     job = job_of(req)
-    if job is None or not isinstance(cache, KVShareRadixCache):
+    if job is None or not isinstance(cache, KVShareRadixCache) or req.beam_group is not None:
         return None
     return job.owner.reserving
+
+
+def fits(reserving: Any, adder: Any, req: Any, extend_tokens: int) -> bool:
+    """Whether the ledger has room; SGLang's own budget decides where it cannot say."""
+    try:
+        return bool(reserving.fits(adder, req, extend_tokens))
+    except Exception:
+        job_of(req).owner.fault("what fits")  # type: ignore[union-attr]
+        return True
 
 
 def most_new_tokens(req: Any) -> int:
@@ -153,17 +180,18 @@ def most_new_tokens(req: Any) -> int:
     return int(min(max(left, 0), CLIP_MAX_NEW_TOKENS))
 
 
-def limit_prefill(adder: Any) -> None:
-    """Cut the chunk so that the tightest TBT SLO of those that decode holds."""
-    running = adder.running_batch
-    if adder.rem_chunk_tokens is None or running is None or not running.reqs:
+def limit_prefill(adder: Any, context_tokens: int = 0) -> None:
+    """Cut the chunk, behind ``context_tokens``, so that the tightest TBT SLO of those that decode
+    holds."""
+    running, room = adder.running_batch, adder.rem_chunk_tokens
+    if room is None or room <= 0 or running is None or not running.reqs:
         return
     schedule = schedule_of(adder.tree_cache)
     if schedule is None:
         return
     try:
-        limit = schedule.prefill_limit(running.reqs, adder.rem_chunk_tokens)
-        adder.rem_chunk_tokens = max(limit, adder.page_size)
+        limit = schedule.prefill_limit(running.reqs, room, context_tokens)
+        adder.rem_chunk_tokens = min(room, max(limit, adder.page_size))
     except Exception:
         schedule.fault("how much prefill goes beside decoding")
 

@@ -106,6 +106,7 @@ def forward_batch_generation(
         return _decode(original, self, parts, batch, *args, **kwargs)
     if not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
+    _mixed(batch)
     chunks = _place_or_miss(parts, batch)
     if any(chunk.placement.reused_tokens for chunk in chunks):
         program = RowProgram(Extend.of(batch), chunks, parts.first_layer, parts.layers)
@@ -131,6 +132,16 @@ def forward_batch_generation(
     _finish(batch, chunks, batch.extend_lens)
     with parts.stopwatch.measure(_telling(batch, None)):
         return original(self, batch, *args, **kwargs)
+
+
+def _mixed(batch: Any) -> None:
+    """Requests may decode in a prefill's batch, which no decode step tells of."""
+    schedule = schedule_of(batch.tree_cache)
+    if batch.decoding_reqs and schedule is not None and schedule.reserving is not None:
+        try:
+            schedule.reserving.decodes(batch.decoding_reqs)
+        except Exception:
+            schedule.fault("what is reserved")
 
 
 def _decode(

@@ -19,6 +19,7 @@ def hooks() -> tuple[Hook, ...]:
         forward,
         metrics,
         ordering,
+        pacing,
         preempting,
         report,
         requests,
@@ -49,6 +50,7 @@ def hooks() -> tuple[Hook, ...]:
             srt + "managers.scheduler.Scheduler.update_running_batch",
             preempting.update_running_batch,
         ),
+        (srt + "managers.scheduler.Scheduler._arm_prefill_decode_interval", pacing.arm),
         (
             srt + "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
             preempting.retraction_order,

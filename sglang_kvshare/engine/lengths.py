@@ -5,13 +5,14 @@ Seams: ``Req.origin_input_ids``, ``output_ids``, ``sampling_params``.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from sglang_kvshare.engine.index_mirror import int64
 from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimator, confidence_at
@@ -117,6 +118,10 @@ class Lengths:
         if self._prompts is not None:
             namespaces = namespaces | self._prompts.forget(tenant)
         self.estimator.forget({namespace.hex() for namespace in namespaces})
+        if self._path is not None:
+            # What was about to be written must not come after it.
+            self.wait()
+            self._write(self._path, self.estimator.to_state())
 
     def _give_up_prompts(self) -> None:
         logger.exception("KVShare asks similar prompts no more how long their answers were")
@@ -148,7 +153,8 @@ class Lengths:
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         try:
             fresh = path.with_name(path.name + ".new")
-            fresh.write_text(json.dumps(state))
+            # Fast: whoever serialises keeps the interpreter's lock.
+            fresh.write_bytes(orjson.dumps(state))
             os.replace(fresh, path)
         except OSError as error:
             logger.warning("KVShare cannot write length_file=%s: %s", path, error.strerror)
@@ -160,7 +166,7 @@ def read_estimator(path: Path | None, *, isolated: bool) -> LengthEstimator:
     knew and no more."""
     if path is not None and path.exists():
         try:
-            return LengthEstimator.from_state(json.loads(path.read_text()), isolated=isolated)
+            return LengthEstimator.from_state(orjson.loads(path.read_bytes()), isolated=isolated)
         except (OSError, ValueError) as error:
             logger.warning("KVShare begins anew with answers' lengths: %s: %s", path, error)
     return LengthEstimator(isolated=isolated)

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_kvshare.engine.eligibility import accepts_approximation
 from sglang_kvshare.engine.schedule import Job, Schedule, schedule_of
 from sglang_kvshare.engine.state import state_of
-from sglang_kvshare.matching.glance import KEYS_APART, cached_tokens
+from sglang_kvshare.matching.glance import KEYS_APART
 from sglang_kvshare.scheduling.order import in_window
 
 #: Prompt tokens that one pass looks at anew, about a millisecond's worth, and requests at least:
@@ -121,24 +121,17 @@ def look_at(schedule: Schedule, req: Any, job: Job) -> None:
     tokens, prefix = len(req.full_untruncated_fill_ids), int(req.prefix_len)
     waiting.prefix_tokens = prefix + int(req.host_hit_length)
     rest = tokens - waiting.prefix_tokens
+    cached = schedule.survey(req, job, waiting.prefix_tokens)
     reused = 0
-    if rest >= cache.config.min_run_tokens and not cache.index_failed:
-        schedule.see(req, job)
-        assert job.seen is not None
-        if accepts_approximation(req, state):
-            found = cached_tokens(
-                cache.index,
-                job.seen,
-                (job.namespace, *state.shared_namespaces),
-                waiting.prefix_tokens,
-                cache.config.max_depth,
-            )
-            if found >= cache.config.min_saved_tokens:
-                reused = round(found * (1 - _recomputed_share(state)))
+    if cached >= max(cache.config.min_saved_tokens, cache.config.min_run_tokens):
+        reused = round(cached * (1 - _recomputed_share(state)))
     waiting.reused_tokens = min(reused, max(0, rest - 1))
     waiting.effective_ms = schedule.cost_ms(
         req, rest - waiting.reused_tokens, tokens, narrowed=reused > 0
     )
+    # A wait in passes, or a cost in tokens, says nothing about a time that is promised.
+    told = schedule.clock.is_time and schedule.costs_known(req)
+    waiting.ttft_slo_ms = job.slo.ttft_ms if told else None
 
 
 def _recomputed_share(state: Any) -> float:
@@ -161,7 +154,7 @@ def _held_last(
     ahead: set[int] = set()
     for i in order:
         job, req = jobs[i], queue[i]
-        if job.seen is None or job.looked < 0:
+        if job.looked < 0:
             kept.append(i)
             continue
         keys = _takes(req, job, lambda key: key in ahead or key in holder)
@@ -177,18 +170,18 @@ def _held_last(
         else:
             job.was_held = False
             kept.append(i)
-            ahead.update(job.seen.keys)
+            if schedule.publishes(req):
+                ahead.update(job.new_keys)
     return kept + held
 
 
 def _takes(req: Any, job: Job, computed: Callable[[int], bool]) -> tuple[int, ...]:
     """Keys of the request's prompt that it could take if it waited."""
-    assert job.seen is not None
     state = state_of(req)
     if state is not None and accepts_approximation(req, state):
-        return tuple(key for key in job.seen.keys if computed(key))
+        return tuple(key for key in job.new_keys if computed(key))
     # Only what lies in a common prefix can be taken as it is.
-    return tuple(takewhile(computed, job.seen.keys))
+    return tuple(takewhile(computed, job.new_keys))
 
 
 def _gain_ms(schedule: Schedule, req: Any, job: Job, keys: int) -> float:

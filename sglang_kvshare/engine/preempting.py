@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.runtime_context import get_schedule
+
 from sglang_kvshare.engine import swapping
-from sglang_kvshare.engine.reserving import private_tokens
 from sglang_kvshare.engine.schedule import Schedule, job_of, schedule_of
+from sglang_kvshare.engine.swapping import private_tokens
 from sglang_kvshare.scheduling.jobs import Running
 from sglang_kvshare.scheduling.preemption import victims
 
@@ -30,15 +32,23 @@ def update_running_batch(original: Any, self: Any, batch: Any) -> Any:
             _before_decode(self, schedule, batch)
         except Exception:
             schedule.fault("who gives way")
-    return original(self, batch)
+    before = list(batch.reqs)
+    result = original(self, batch)
+    if schedule is not None and len(batch.reqs) < len(before):
+        for req in before:
+            if req.is_retracted:
+                self.tree_cache.metrics.preempted("pool_full")
+    return result
 
 
 def retraction_order(original: Any, reqs: list[Any]) -> list[int]:
     """Hook of ``ScheduleBatch._get_decode_retraction_order``: indices, the last goes first."""
     jobs = [job_of(req) for req in reqs]
     schedule = next((job.owner for job in jobs if job is not None), None)
-    if schedule is None or schedule.config.victims == "stock" or None in jobs:
+    stands = schedule is None or schedule.config.victims == "stock" or None in jobs
+    if stands or get_schedule().retraction_policy != "length":
         return list(original(reqs))
+    assert schedule is not None
     try:
         first = _victims(schedule, reqs, needed_tokens=1 << 62)
         rest = sorted(set(range(len(reqs))) - set(first))
@@ -54,13 +64,22 @@ def _before_decode(scheduler: Any, schedule: Schedule, batch: Any) -> None:
         return
     reqs = [req for req in batch.reqs if not req.finished()]
     reserving.decodes(reqs)
+    # Their last token is on its way, and then they give back what they hold.
+    ending = {req.rid for req in scheduler._reqs_finishing_inflight(batch)}
+    # Beams go all or none, which SGLang alone knows to do.
+    reqs = [req for req in reqs if req.rid not in ending and req.beam_group is None]
     if schedule.config.victims == "stock" or len(reqs) < 2:
         return
     cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    steps = schedule.config.lookahead_steps
     available = int(allocator.available_size()) + int(cache.evictable_size())
-    short = reserving.ledger.short_tokens(schedule.config.lookahead_steps, available)
-    # Slots of copies that are on their way come back in time.
+    short = reserving.ledger.short_tokens(steps, available)
+    if short <= 0:
+        return
+    # Slots of copies that are on their way come back in time, and those of whoever ends.
     short -= cache.swapping.pending_tokens
+    short -= sum(private_tokens(req) for req in batch.reqs if req.rid in ending)
+    short -= sum(max(0, steps - _most_to_come(req)) for req in reqs)
     if short <= 0:
         return
     for req in [reqs[i] for i in _victims(schedule, reqs, short)]:
@@ -72,6 +91,10 @@ def _before_decode(scheduler: Any, schedule: Schedule, batch: Any) -> None:
             req.rid,
             "copied to host memory" if copied else "recomputed later",
         )
+
+
+def _most_to_come(req: Any) -> int:
+    return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
 
 def _victims(schedule: Schedule, reqs: list[Any], needed_tokens: int) -> list[int]:
@@ -98,5 +121,5 @@ def _running(schedule: Schedule, req: Any) -> Running:
         tbt_slo_ms=job.slo.tbt_ms,
         preempt_ms=schedule.cache.swapping.predicted_ms(req),
         preemptions=req.retraction_count,
-        priority=job.waiting.priority,
+        priority=(req.priority or 0) * schedule.priority_sign,
     )

@@ -96,7 +96,11 @@ def create(original: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -
     attach(req, state)
     schedule = schedule_of(self.tree_cache)
     if schedule is not None:
-        schedule.arrived(req, state, Namespace(req.cache_salt, req.extra_key).encode())
+        try:
+            schedule.arrived(req, state, Namespace(req.cache_salt, req.extra_key).encode())
+        except Exception:
+            state.job = None
+            schedule.fault("a request that came")
     if not state.options.publish:
         req.skip_radix_cache_insert = True
     return req

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_kvshare.engine.swapping import held_by_others, private_tokens
 from sglang_kvshare.scheduling.ledger import DemandLedger
 from sglang_kvshare.scheduling.reserve import GlobalReserve
 
@@ -38,10 +39,13 @@ class Reserving:
         """
         if not len(self.ledger) and not adder.can_run_list:
             return True
+        ledger, available = self.ledger, self._available(adder)
+        steps = self._schedule.config.lookahead_steps
+        if extend_tokens + steps + ledger.short_tokens(steps, 0) > available:
+            # Somebody would have to give way at once.
+            return False
         left = self._left_tokens(req, req._kvshare.job)
-        return self.ledger.fits(
-            extend_tokens, left, self._available(adder), self._reserve.tokens(len(self.ledger))
-        )
+        return ledger.fits(extend_tokens, left, available, self._reserve.tokens(len(ledger)))
 
     def _available(self, adder: Any) -> int:
         """Free and evictable, less what this pass and the chunks to come will take."""
@@ -55,8 +59,10 @@ class Reserving:
         """Its slots are about to be taken."""
         if req.rid in self.ledger:
             return
-        new = len(req.full_untruncated_fill_ids) - int(req.prefix_len)
-        self.ledger.open(req.rid, new, self._left_tokens(req, job))
+        whole = len(req.full_untruncated_fill_ids)
+        self.ledger.open(
+            req.rid, max(0, whole - held_by_others(req.last_node)), self._left_tokens(req, job)
+        )
 
     def decodes(self, reqs: list[Any]) -> None:
         """A decode step of ``reqs`` begins."""
@@ -87,8 +93,3 @@ class Reserving:
     def _left_tokens(self, req: Any, job: Job) -> int:
         schedule = self._schedule
         return schedule.lengths.left_tokens(req, job, schedule.arrivals_per_s)
-
-
-def private_tokens(req: Any) -> int:
-    """What ``req`` holds for itself: preempting it gives so much back."""
-    return int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_kvshare.config import KVShareConfig
+from sglang_kvshare.engine.eligibility import accepts_approximation
 from sglang_kvshare.engine.index_mirror import int64
 from sglang_kvshare.engine.lengths import Lengths
 from sglang_kvshare.engine.metrics import HOSTED_TOKENS, RESERVED_TOKENS, Series
 from sglang_kvshare.engine.reserving import Reserving
 from sglang_kvshare.engine.state import RequestState, state_of
-from sglang_kvshare.matching.glance import Glance, glance
+from sglang_kvshare.matching.glance import Glance, cached_of, glance
 from sglang_kvshare.scheduling.forward_cost import Load, Recent
 from sglang_kvshare.scheduling.jobs import Waiting
 from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimate
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Share of the old arrival rate that is left after a second.
 _RATE_FORGETTING_PER_S = 0.95
+#: Requests remembered as waiting; SGLang bounds its queue only where it is asked to.
+_MOST_WAITING = 100_000
 
 
 @dataclass(eq=False)
@@ -47,7 +50,8 @@ class Job:
         owner: the schedule.
         waiting: as an order sees it, kept up to date as far as anybody asked.
         namespace: its own.
-        seen: a glance at its prompt; ``None`` until the order asks.
+        seen: a glance at its prompt; ``None`` until somebody asks.
+        new_keys: of what it is going to compute, as far as is known.
         looked: pass in which ``waiting`` was last brought up to date.
         held: it waits in this pass for a passage that another one computes.
         was_held: in the pass before it did as well.
@@ -60,6 +64,7 @@ class Job:
     waiting: Waiting
     namespace: bytes
     seen: Glance | None = None
+    new_keys: tuple[int, ...] = ()
     looked: int = -1
     held: bool = False
     was_held: bool = False
@@ -99,6 +104,7 @@ class Schedule:
         parts: the policies.
         lengths: what answers' lengths are told by.
         ranks: of tensor parallelism.
+        priority_sign: 1 where larger priorities go first, -1 where smaller do, 0 where none count.
     """
 
     def __init__(
@@ -108,16 +114,20 @@ class Schedule:
         parts: SchedulingParts,
         lengths: Lengths,
         ranks: int = 1,
+        priority_sign: int = 0,
     ) -> None:
         self.cache = cache
         self.config = config
         self.parts = parts
         self.lengths = lengths
+        self.priority_sign = priority_sign
         self.clock = Clock(ranks)
         self.reserving: Reserving | None = None
         if parts.ledger is not None and parts.reserve is not None:
             self.reserving = Reserving(self, parts.ledger, parts.reserve)
         self._decode_ms: defaultdict[int, Recent] = defaultdict(Recent)
+        #: Requests that came, with their tenants, until they are admitted.
+        self._waiting: dict[str, tuple[Job, str | None]] = {}
         self._number = 0
         self._rate_per_s = 0.0
         self._rate_at_ms = self.clock.now_ms()
@@ -140,6 +150,9 @@ class Schedule:
             namespace=namespace,
             slo=slo,
         )
+        self._waiting[req.rid] = state.job, state.tenant
+        while len(self._waiting) > _MOST_WAITING:
+            self._waiting.pop(next(iter(self._waiting)))
         self._count_arrival(now_ms)
 
     @property
@@ -171,11 +184,33 @@ class Schedule:
         logger.exception("KVShare could not decide on %s; SGLang does", where)
         self.cache.fault("schedule")
 
-    def see(self, req: Any, job: Job) -> None:
-        """Have a glance at the prompt, once."""
+    def survey(self, req: Any, job: Job, prefix_tokens: int) -> int:
+        """Have a glance at the prompt: about how many tokens beyond the prefix can be reused.
+
+        What cannot is new (``job.new_keys``): what the request is going to compute.
+        """
+        cache, state = self.cache, state_of(req)
         if job.seen is None:
             prompt = int64(req.origin_input_ids)
-            job.seen = glance(prompt, self.cache.index.window, job.namespace)
+            job.seen = glance(prompt, cache.index.window, job.namespace)
+        namespaces: tuple[bytes, ...] = ()
+        if state is not None and not cache.index_failed and accepts_approximation(req, state):
+            namespaces = (job.namespace, *state.shared_namespaces)
+        found = cached_of(cache.index, job.seen, namespaces, prefix_tokens, cache.config.max_depth)
+        job.new_keys = found.new_keys
+        return found.tokens
+
+    def publishes(self, req: Any) -> bool:
+        """Whether others may take what ``req`` computes."""
+        state = state_of(req)
+        return (
+            state is not None and state.options.reuse != "off" and not req.skip_radix_cache_insert
+        )
+
+    def costs_known(self, req: Any) -> bool:
+        """Whether :meth:`cost_ms` tells milliseconds."""
+        gate = self.cache.gate_of([req])
+        return gate is not None and gate.cost.known
 
     def cost_ms(self, req: Any, rows: int, context_tokens: int, *, narrowed: bool) -> float:
         """Predicted time of a prefill; its rows where no times are known."""
@@ -190,36 +225,47 @@ class Schedule:
         if requests > 0 and ms > 0:
             self._decode_ms[requests.bit_length()].add(ms)
 
-    def prefill_limit(self, running: list[Any], limit_tokens: int) -> int:
-        """Tokens of prefill that may go before the next decode step of ``running``."""
+    def prefill_limit(self, running: list[Any], limit_tokens: int, context_tokens: int = 0) -> int:
+        """Tokens of prefill that may go before the next decode step of ``running``, behind
+        ``context_tokens``."""
         jobs = [job for job in map(job_of, running) if job is not None]
         slos = [job.slo.tbt_ms for job in jobs if job.slo.tbt_ms is not None]
         step = self._decode_ms[len(running).bit_length()]
         gate = self.cache.gate_of(running[:1])
         if not slos or gate is None or not len(step):
             return limit_tokens
-        return prefill_tokens(gate.cost, step.median, min(slos), limit_tokens)
+        return prefill_tokens(gate.cost, step.median, min(slos), limit_tokens, context_tokens)
 
     def admitted(self, req: Any) -> None:
         """``req`` is in the batch that is being built."""
         job = job_of(req)
-        assert job is not None
+        self._waiting.pop(req.rid, None)
+        if job is None or req.beam_group is not None:
+            return
+        try:
+            if self.reserving is not None:
+                self.reserving.admitted(req, job)
+            self._begins(req, job)
+        except Exception:
+            self.fault("what an admitted request is promised")
+
+    def _begins(self, req: Any, job: Job) -> None:
         holder = self.parts.holder
-        if holder is not None:
-            self.see(req, job)
-            assert job.seen is not None
-            # Those of one batch are done together; only further chunks are waited for.
-            tokens = len(req.full_untruncated_fill_ids)
-            left, takes_ms = tokens - int(req.extend_end), 0.0
-            if left and self.clock.is_time:
-                takes_ms = self.cost_ms(req, left, tokens, narrowed=False)
-            holder.begins(req.rid, job.seen.keys, self.clock.now_ms() + takes_ms)
-        if self.reserving is not None:
-            self.reserving.admitted(req, job)
+        if holder is None or not self.publishes(req):
+            return
+        if job.looked < 0:
+            self.survey(req, job, int(req.prefix_len))
+        # Those of one batch are done together; only further chunks are waited for.
+        tokens = len(req.full_untruncated_fill_ids)
+        left, takes_ms = tokens - int(req.extend_end), 0.0
+        if left and self.clock.is_time:
+            takes_ms = self.cost_ms(req, left, tokens, narrowed=False)
+        holder.begins(req.rid, job.new_keys, self.clock.now_ms() + takes_ms)
 
     def computed(self, req: Any) -> None:
-        """What the prefill of ``req`` computed can be found from now on."""
-        if self.parts.holder is not None:
+        """What the prefill of ``req`` computed can be found from now on, of the last chunk too."""
+        whole = req.extend_end is None or req.extend_end >= len(req.full_untruncated_fill_ids)
+        if self.parts.holder is not None and whole:
             self.parts.holder.ended(req.rid)
 
     def ended(self, req: Any, state: RequestState) -> None:
@@ -230,14 +276,35 @@ class Schedule:
         complete = req.finished() and not _was_aborted(req)
         if self.parts.holder is not None:
             self.parts.holder.ended(req.rid)
-        if self.reserving is not None:
-            self.reserving.ended(req, job, complete=complete)
-        if complete:
-            if job.estimate is not None:
-                self.cache.metrics.answered(len(req.output_ids), job.estimate.upper_tokens)
-            self.lengths.answered(req, job, state.tenant)
-            self.lengths.save_when_due(self.clock.now_ms())
-            self._attained(req, state, job)
+        try:
+            if self.reserving is not None:
+                self.reserving.ended(req, job, complete=complete)
+            if complete:
+                self._learn(req, state, job)
+            elif req.finished():
+                self.lost(job, state.tenant, began=bool(req.time_stats.prefill_finished_time))
+        except Exception:
+            self.fault("what an answer teaches")
+
+    def _learn(self, req: Any, state: RequestState, job: Job) -> None:
+        if job.estimate is not None:
+            self.cache.metrics.answered(len(req.output_ids), job.estimate.upper_tokens)
+        self.lengths.answered(req, job, state.tenant)
+        self.lengths.save_when_due(self.clock.now_ms())
+        self._attained(req, state, job)
+
+    def lost(self, job: Job, tenant: str | None, *, began: bool) -> None:
+        """A request was aborted; without a first token it has missed what it was to meet."""
+        if job.slo.ttft_ms is not None and not began:
+            self.parts.slos.lost(tenant or "", "ttft")
+            self.cache.metrics.attained("ttft", tenant or "", math.inf, job.slo.ttft_ms)
+
+    def aborted_waiting(self, rid: str) -> None:
+        """A request was aborted in the queue."""
+        found = self._waiting.pop(rid, None)
+        if found is not None:
+            job, tenant = found
+            self.lost(job, tenant, began=job.waiting.preemptions > 0)
 
     def _attained(self, req: Any, state: RequestState, job: Job) -> None:
         times, tokens, tenant = req.time_stats, len(req.output_ids), state.tenant or ""

@@ -37,6 +37,9 @@ def build_schedule(
     config: KVShareConfig = cache.config
     isolated = tenants is not None
     path = Path(config.length_file) if config.length_file else None
+    if path is not None and ctx.server_args.nnodes > 1:
+        logger.warning("KVShare leaves length_file alone: ranks on other machines cannot read it")
+        path = None
     estimator = read_estimator(path, isolated=isolated)
     allocator = ctx.params.token_to_kv_pool_allocator
     settings = settings_of(config, isolated=isolated)
@@ -61,7 +64,10 @@ def build_schedule(
         path if ctx.tp_rank == 0 else None,
         cache.fault,
     )
-    return Schedule(cache, config, parts, lengths, ctx.tp_size)
+    sign = 0
+    if arguments.enable_priority_scheduling:
+        sign = -1 if arguments.schedule_low_priority_values_first else 1
+    return Schedule(cache, config, parts, lengths, ctx.tp_size, sign)
 
 
 def settings_of(config: KVShareConfig, *, isolated: bool = False) -> ScheduleSettings:

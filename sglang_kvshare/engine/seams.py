@@ -241,6 +241,21 @@ SEAMS = (
         "preemption before KV runs short",
     ),
     Seam(
+        _SRT + "managers.scheduler.Scheduler._arm_prefill_decode_interval",
+        "self, batch",
+        "decode steps between prefills",
+    ),
+    Seam(
+        _SRT + "managers.scheduler.Scheduler._reqs_finishing_inflight",
+        "self, batch",
+        "preemption before KV runs short",
+    ),
+    Seam(
+        _SRT + "managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "self, req",
+        "reservation by estimate",
+    ),
+    Seam(
         _SRT + "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
         "reqs",
         "victims",

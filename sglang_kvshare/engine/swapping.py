@@ -61,10 +61,12 @@ _MEASURED_TOKENS = (64, 512)
 
 @dataclass(eq=False)
 class _Left:
-    """What a request left behind that its copy still reads: its row, and its lock on the tree."""
+    """What a request left behind that its copy still reads: its row, its lock on the tree, and the
+    tokens that are free or evictable once both are given back."""
 
     kv: Any
     lock: Any
+    tokens: int
 
 
 @dataclass(eq=False)
@@ -159,9 +161,8 @@ class Swapping:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens whose slots are free as soon as their copies are done."""
-        rows = [copy.left.kv for copy in self.copying if copy.left is not None]
-        return sum(int(kv.kv_allocated_len) - int(kv.cache_protected_len) for kv in rows)
+        """Tokens that are free or evictable as soon as their copies are done."""
+        return sum(copy.left.tokens for copy in self.copying if copy.left is not None)
 
     def predicted_ms(self, req: Any) -> float:
         """What preempting a running request and resuming it is predicted to take; infinite where
@@ -279,7 +280,7 @@ class Swapping:
     def _span(self, req: Any) -> tuple[int, int]:
         """The positions that would be copied, in whole pages."""
         page = self.cache.page_size
-        return _held_by_others(req.last_node), (req.seqlen - 1) // page * page
+        return held_by_others(req.last_node), (req.seqlen - 1) // page * page
 
     def _out(self, slots: torch.Tensor, extents: list[Extent]) -> Job:
         """A copy that cannot even begin fails as any other: with several ranks all of them must
@@ -319,7 +320,8 @@ class Swapping:
         copy = _copy_of(req)
         if not self._beside or copy is None or copy.held:
             return False
-        copy.left = _Left(req.detach_kv(), req.lock)
+        tokens = private_tokens(req)
+        copy.left = _Left(req.detach_kv(), req.lock, tokens)
         req.lock = None
         self.cache.on_release(req, checkpointed=False)
         return True
@@ -338,13 +340,19 @@ class Swapping:
         self.cost.observe_out(copy.tokens * self.cost.bytes_per_token, copy.job.ms)
         self.cache.metrics.swapped("out", copy.tokens)
 
-    def step(self) -> None:
-        """A step of the scheduler begins: what is done is done."""
+    def step(self) -> bool:
+        """A step of the scheduler begins: what is done is done.
+
+        Returns:
+            whether any slots were given back.
+        """
+        waited_for = self.pending_tokens
         for copy in self.copying:
             copy.steps += 1
             if copy.steps >= RANKS_WAIT_STEPS if self.ranks > 1 else self._over(copy):
                 self.settle(copy)
         self._end()
+        return self.pending_tokens < waited_for
 
     def _over(self, copy: HostCopy) -> bool:
         """It is done, or has taken so long that it is given up."""
@@ -561,7 +569,13 @@ def _copy_of(req: Any) -> HostCopy | None:
     return None if state is None else state.host_copy
 
 
-def _held_by_others(node: Any) -> int:
+def private_tokens(req: Any) -> int:
+    """Tokens that are free or evictable once a running request gives its KV back: its own slots,
+    and what of its prefix nobody else holds."""
+    return int(req.kv.kv_allocated_len) - held_by_others(req.last_node)
+
+
+def held_by_others(node: Any) -> int:
     """Tokens of the path to ``node``, which one request is about to let go, that stay locked."""
     while node.parent is not None and node.lock_ref < 2:
         node = node.parent
@@ -618,7 +632,9 @@ def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     swapping = swapping_of(self.tree_cache)
     if swapping is not None:
         try:
-            swapping.step()
+            if swapping.step():
+                # Nobody leaves the batch for that, which is when SGLang looks again.
+                self.running_batch.batch_is_full = False
         except Exception:
             logger.exception("KVShare could not look after its host copies")
             self.tree_cache.fault("swap")

@@ -477,6 +477,11 @@ class KVShareRadixCache(SwappableRadixCache):
         self.eviction_strategy.evicted(result.num_tokens_evicted)
         return result
 
+    def release_aborted_request(self, handle: Any) -> None:
+        super().release_aborted_request(handle)
+        if self.schedule is not None:
+            self.schedule.aborted_waiting(handle.rid)
+
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         state = state_of(req)

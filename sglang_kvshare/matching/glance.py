@@ -39,13 +39,30 @@ class Glance:
         tokens: length of the prompt.
         starts: int64 ``[k]``, ascending: where they begin.
         sums: uint64 ``[k]``: their content, as ``window_sums`` says it.
-        keys: a few windows of all, chosen by content and namespace.
+        block_tokens: one stretch of windows in so many tokens is looked at.
+        keys: a few windows of all, chosen by content and namespace, in their order.
+        key_starts: int64 ``[len(keys)]``: where these begin.
     """
 
     tokens: int
     starts: Int64Array
     sums: UInt64Array
+    block_tokens: int
     keys: tuple[int, ...]
+    key_starts: Int64Array
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What of a prompt seems to be cached.
+
+    Attributes:
+        tokens: about so many.
+        new_keys: keys of what is not, in their order.
+    """
+
+    tokens: int
+    new_keys: tuple[int, ...]
 
 
 def glance(tokens: Int64Array, window: int, namespace: bytes) -> Glance:
@@ -60,25 +77,27 @@ def glance(tokens: Int64Array, window: int, namespace: bytes) -> Glance:
     starts = np.arange(sums.shape[0], dtype=np.int64)
     starts = starts[starts // window % apart == 0]
     marks = mixed(sums + np.uint64(seed_of(namespace, 0)))
-    keys = marks[marks % np.uint64(KEYS_APART) == 0][:_MOST_KEYS]
-    return Glance(int(tokens.shape[0]), starts, sums[starts], tuple(keys.tolist()))
+    at = np.flatnonzero(marks % np.uint64(KEYS_APART) == 0)[:_MOST_KEYS]
+    keys = tuple(marks[at].tolist())
+    return Glance(int(tokens.shape[0]), starts, sums[starts], window * apart, keys, at)
 
 
-def cached_tokens(
+def cached_of(
     index: RunIndex, seen: Glance, namespaces: tuple[bytes, ...], after: int, max_depth: int
-) -> int:
-    """About how many tokens from position ``after`` on are in the index. Changes nothing.
+) -> Cached:
+    """What of the prompt from position ``after`` on is in the index. Changes nothing.
 
     Args:
-        namespaces: any of them serves; a token that two hold counts once.
+        namespaces: any of them serves, a token that two hold counts once; none: nothing is cached.
         max_depth: tokens of a larger depth do not serve.
     """
     looked = seen.starts >= after
-    if not looked.any():
-        return 0
-    sums = seen.sums[looked]
+    starts, sums = seen.starts[looked], seen.sums[looked]
     held = np.zeros(sums.shape[0], dtype=np.bool_)
     for namespace in namespaces:
         held |= index.holds_windows(sums, namespace, max_depth)
-    share = min(1.0, float(held.mean()) * index.window)
-    return round(share * (seen.tokens - after))
+    behind = seen.key_starts >= after
+    covered = np.isin(seen.key_starts // seen.block_tokens, starts[held] // seen.block_tokens)
+    new_keys = tuple(seen.keys[i] for i in np.flatnonzero(behind & ~covered).tolist())
+    share = min(1.0, float(held.mean()) * index.window) if held.shape[0] else 0.0
+    return Cached(round(share * max(0, seen.tokens - after)), new_keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,68 @@ def test_without_an_slo_nothing_is_counted(tmp_path):
         ("tbt", "met"): 1,
         ("tbt", "missed"): 0,
     }
+
+
+def warm_document(folder: Path, reuse: str) -> tuple[int, int]:
+    """Requests held back, and prefill batches, where all know the document already."""
+    live = scheduler(
+        folder,
+        kvshare={"hold_ms": 60_000.0, "recompute_ratio": 0.1, "reuse": reuse},
+        max_total_tokens=6000,
+        chunked_prefill_size=4096,
+    )
+    text = Texts()
+    document = text(400)
+    live.submit("first", [*document, *text(20)], 2)
+    finish(live)
+    batches = 0
+
+    def note(batch: Any) -> None:
+        nonlocal batches
+        batches += batch.forward_mode.is_extend()
+
+    live.on_batch(note)
+    front = [] if reuse == "exact_prefix" else text(5)
+    for number in range(6):
+        live.submit(f"r{number}", [*front, *document, *text(120)], 3)
+    finish(live)
+    from sglang_kvshare.engine.metrics import HELD
+
+    return int(live.cache.metrics.totals[HELD, ()]), batches
+
+
+@pytest.mark.parametrize("reuse", ["exact_prefix", "approximate"])
+def test_nobody_waits_for_what_is_cached_already(reuse, tmp_path):
+    assert in_a_process(warm_document, tmp_path, reuse) == (0, 1)
+
+
+def cut_beside_decoding(folder: Path, tbt_slo_ms: float) -> list[str]:
+    """Kinds of batches while two long prompts are prefilled beside a request that decodes."""
+    live = scheduler(
+        folder,
+        kvshare={"tbt_slo_ms": tbt_slo_ms, "gate": "measured", "reuse": "exact_prefix"},
+        max_total_tokens=6000,
+    )
+    text = Texts()
+    for tokens in (30, 60, 120, 250, 500) * 5:
+        live.submit(f"learn{tokens}{live.turns}", text(tokens), 6)
+        live.drain()
+    live.finished.clear()
+    live.submit("decodes", text(20), 60)
+    live.step(4)
+    kinds: list[str] = []
+    live.on_batch(lambda batch: kinds.append(batch.forward_mode.name))
+    for number in range(2):
+        live.submit(f"long{number}", text(900), 2)
+    finish(live)
+    return kinds
+
+
+def test_a_time_between_tokens_that_was_promised_cuts_prefills(tmp_path):
+    kinds = in_a_process(cut_beside_decoding, tmp_path, 1.0)
+    extends = kinds.count("EXTEND")
+    assert extends > 8, kinds
+    # No two follow each other while somebody decodes.
+    assert not any(pair == ("EXTEND", "EXTEND") for pair in pairwise(kinds))
+    free = in_a_process(cut_beside_decoding, tmp_path / "control", float("inf"))
+    assert free.count("EXTEND") <= 4, free

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvshare.matching.glance import cached_tokens, glance
+from sglang_kvshare.matching.glance import cached_of, glance
 from sglang_kvshare.matching.run_index import RunIndex
 
 pytestmark = pytest.mark.unit
@@ -29,7 +29,7 @@ def passage(rng, tokens):
 
 def estimated(index, prompt, namespaces=(b"a",), after=0, max_depth=0):
     seen = glance(prompt, index.window, b"a")
-    return cached_tokens(index, seen, namespaces, after, max_depth)
+    return cached_of(index, seen, namespaces, after, max_depth).tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,3 +94,21 @@ def test_keys_are_of_the_content_and_of_the_namespace():
 def test_keys_are_bounded():
     rng = np.random.default_rng(5)
     assert len(glance(passage(rng, 60_000), 8, b"a").keys) == 256
+
+
+def test_keys_of_what_is_cached_are_not_new():
+    rng = np.random.default_rng(6)
+    old, new = passage(rng, 2000), passage(rng, 2000)
+    index = index_of(old)
+    seen = glance(np.concatenate([old, new]), index.window, b"a")
+    found = cached_of(index, seen, (b"a",), 0, 0)
+    of_new = set(glance(new, index.window, b"a").keys)
+    assert len(found.new_keys) > 15
+    # Windows on the border are of both.
+    assert len(set(found.new_keys) - of_new) <= 2
+    assert len(of_new - set(found.new_keys)) <= 2
+    # To whom the index may not serve, all behind the prefix is new.
+    nothing = cached_of(index, seen, (), 2000, 0)
+    assert nothing.tokens == 0
+    assert set(nothing.new_keys) == of_new
+    assert cached_of(index, seen, (), 4000, 0).new_keys == ()
