@@ -2,10 +2,10 @@
 
     python -m kvshare_eval.serving.bench_pressure --model DIR
 
-A mixed load, in the dialogue form of the model, whose answers end where the model ends them, long
-before the ``max_new_tokens`` that clients ask for to be safe: short questions about a passage, long
-explanations, summaries of several passages. The KV pool holds about a third of what would run
-together. Every side gets the same flags, prompts and arrival times; one server is loaded at a time,
+A mixed load, in the dialogue form of the model, whose answers end of themselves (at a stop string,
+or where the model ends them), long before the ``max_new_tokens`` that clients ask for to be safe:
+short questions about a passage, explanations, summaries of two passages. The KV pool holds about a
+third of what would run together. Every side gets the same flags, prompts and arrival times; one server is loaded at a time,
 in turn. KVShare's sides take exact prefixes only, so that all answers must be equal: what differs
 is scheduling. TTFT counts from the moment a request was due; TBT are the gaps between tokens.
 
@@ -57,6 +57,8 @@ _TIMEOUT_S = 600.0
 _BRIEF = "What is this about? Answer in a few words.\n\n{0}"
 _SUMMARY = "{0}\n\n{1}\n\nSummarise both texts in one sentence."
 _LONG = "Explain step by step how to {0}."
+#: A sentence, or a paragraph.
+_STOPS = {"brief": (".", "\n"), "summary": (".",), "long": ("\n\n",)}
 _TOPICS = (
     *("bake bread", "learn a language", "repair a bicycle", "plan a garden", "write a letter"),
     *("paint a room", "train for a race", "save money", "cook rice", "tie a knot"),
@@ -65,10 +67,11 @@ _TOPICS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: its kind and its prompt."""
+    """One request: its kind, its prompt, and what ends its answer."""
 
     kind: str
     prompt: tuple[int, ...]
+    stop: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def mixed(corpus: Corpus, name: str, count: int, chat: str) -> list[Asked]:
             said = _LONG.format(rng.choice(_TOPICS))
         # Nobody asks exactly what somebody else has asked.
         said = f"Request {rng.randrange(10**6)}. {said}"
-        asked.append(Asked(kind, tuple(corpus.encode(chat.format(said)))))
+        asked.append(Asked(kind, tuple(corpus.encode(chat.format(said))), _STOPS[kind]))
     return asked
 
 
@@ -135,7 +138,11 @@ async def send(url: str, asked: Sequence[Asked], due_s: Sequence[float], most: i
         json.dumps(
             {
                 "input_ids": list(one.prompt),
-                "sampling_params": {"temperature": 0.0, "max_new_tokens": most},
+                "sampling_params": {
+                    "temperature": 0.0,
+                    "max_new_tokens": most,
+                    "stop": list(one.stop),
+                },
                 "stream": True,
             }
         ).encode()
@@ -197,9 +204,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sides", default="fcfs,lpm,kvshare,kvshare+slo")
     parser.add_argument("--loads", default="0.7,0.95,1.2", help="shares of saturation")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--pool-tokens", type=int, default=2000)
+    parser.add_argument("--pool-tokens", type=int, default=1300)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--chat", default="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n")
     parser.add_argument("--rate", type=float, help="of saturation, where it is known")
