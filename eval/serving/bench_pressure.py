@@ -5,9 +5,10 @@
 A mixed load, in the dialogue form of the model, whose answers end of themselves (at a stop string,
 or where the model ends them), long before the ``max_new_tokens`` that clients ask for to be safe:
 short questions about a passage, explanations, summaries of two passages. The KV pool holds about a
-third of what would run together. Every side gets the same flags, prompts and arrival times; one server is loaded at a time,
-in turn. KVShare's sides take exact prefixes only, so that all answers must be equal: what differs
-is scheduling. TTFT counts from the moment a request was due; TBT are the gaps between tokens.
+third of what would run together. Every side gets the same flags, prompts and arrival times; one
+server is loaded at a time, in turn. KVShare's sides take exact prefixes only, so that all answers
+must be equal: what differs is scheduling. TTFT counts from the moment a request was due; TBT are
+the gaps between tokens.
 
 Saturation is what stock's ``fcfs`` serves when everything comes at once; the load is given as
 shares of it.
