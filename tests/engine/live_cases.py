@@ -135,6 +135,27 @@ def abort_in(state: str, ratio: float) -> Callable[[Bench], None]:
     return case
 
 
+def a_preempted_request_comes_back(bench: Bench) -> None:
+    """Positive control of swapping: copied out, and back."""
+    machine = machine_on(bench)
+    swapped, preempted = bench.swaps()["swaps_total in"], bench.counts["preempted"]
+    settings = options(reuse="exact_prefix") | {"n_new": 12}
+    # A page becomes full while they decode, which the tree does not have.
+    machine.arrive_fresh(63, settings=settings)
+    machine.arrive_fresh(63, settings=settings)
+    for _ in range(40):
+        machine.turn()
+        running = bench.live.scheduler.running_batch.reqs
+        if running and all(len(req.output_ids) > 1 for req in running):
+            machine.preempt(pick=0, others=False)
+        if bench.counts["preempted"] > preempted:
+            break
+    machine.run_until_idle()
+    assert bench.counts["preempted"] == preempted + 1
+    assert bench.swaps()["swaps_total in"] == swapped + 1
+    machine.teardown()
+
+
 def new_weights_while_paused(bench: Bench) -> None:
     """Requests sent back by a pause outlive a change of the weights; no old donor does."""
     machine = machine_on(bench)
@@ -163,5 +184,6 @@ CASES = (
     an_approximation_never_serves_as_exact,
     *(abort_in(state, ratio=0.0) for state in STATES),
     abort_in("chunked", ratio=1.0),
+    a_preempted_request_comes_back,
     new_weights_while_paused,
 )

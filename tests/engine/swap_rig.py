@@ -125,10 +125,12 @@ class Rig:
         if not batch.forward_mode.is_extend():
             return
         for req, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
-            before = self.before.get(req.rid)
-            if before is None or not req.retracted_stain or prefix == 0:
+            if not req.retracted_stain:
                 continue
-            del self.before[req.rid]
+            # Of its first chunk: what stands in front of further ones was computed again.
+            before = self.before.pop(req.rid, None)
+            if before is None or prefix == 0:
+                continue
             tokens = min(prefix, before[0].shape[0])
             for was, now in zip(before, self.rows(req, tokens), strict=True):
                 assert torch.equal(was[:tokens], now), (req.rid, prefix)
