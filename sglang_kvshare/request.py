@@ -22,6 +22,10 @@ PARAMS_KEY = "kvshare"
 PUBLIC = "public"
 
 
+#: Share that is assumed to be recomputed for an error target.
+ASSUMED_RATIO = 0.2
+
+
 class RequestError(ValueError):
     """A bad per-request value; the message names the field and what is allowed (HTTP 400)."""
 
@@ -64,6 +68,12 @@ class RequestOptions:
             self.probe_tokens,
         )
         return ":".join(map(str, values))
+
+    @property
+    def expected_ratio(self) -> float:
+        """Share of the matched tokens that will be recomputed, before anything is known of them:
+        most prompts reach an error target with less than a fifth."""
+        return self.recompute_ratio if self.recompute_error >= 1 else ASSUMED_RATIO
 
     @property
     def spares(self) -> bool:

@@ -34,14 +34,12 @@ from sglang_kvshare.recompute.selectors import (
     forced_tokens,
     selector_named,
 )
-from sglang_kvshare.request import RequestOptions, ReuseReport
+from sglang_kvshare.request import ASSUMED_RATIO, RequestOptions, ReuseReport
 
 logger = logging.getLogger(__name__)
 
 #: A prompt of more than so many chunks is cut all the same: some layers run for all its rows.
 MOST_CHUNKS = 8
-#: Share of the matched tokens that an error target is assumed to recompute, before it is known.
-_ASSUMED_RATIO = 0.2
 
 
 def adder_class(original: Any, self: Any) -> type:
@@ -76,7 +74,7 @@ def _planning(stock: Any) -> type:
                 )
             else:
                 now = total_tokens - most_new_tokens(req)
-                if not fits(reserving, self, req, now):
+                if not has_room(reserving, self, req, now):
                     return AddReqResult.NO_TOKEN
                 admission = super()._select_prefill_admission(req, total_tokens=now, **kwargs)
                 if not isinstance(admission, AddReqResult):
@@ -165,7 +163,7 @@ def reservation(cache: Any, req: Any) -> Any:
     return job.owner.reserving
 
 
-def fits(reserving: Any, adder: Any, req: Any, extend_tokens: int) -> bool:
+def has_room(reserving: Any, adder: Any, req: Any, extend_tokens: int) -> bool:
     """Whether the ledger has room; SGLang's own budget decides where it cannot say."""
     try:
         return bool(reserving.fits(adder, req, extend_tokens))
@@ -381,7 +379,7 @@ def expected_savings(cache: KVShareRadixCache, choice: Choice, plan: ReusePlan) 
     """Of a choice that is still to be made."""
     settings = choice.settings
     # What an error target comes to is not known; most prompts reach theirs with less than this.
-    ratio = settings.recompute_ratio if settings.recompute_error >= 1 else _ASSUMED_RATIO
+    ratio = settings.recompute_ratio if settings.recompute_error >= 1 else ASSUMED_RATIO
     forced = int(forced_tokens(plan, settings).sum())
     spared = plan.matched_tokens - max(forced, math.ceil(ratio * plan.matched_tokens))
     rows = spared * (1 - choice.dense_layers / cache.layers)

@@ -54,15 +54,21 @@ class Lengths:
         self._writer: threading.Thread | None = None
         self._answers = self._saved_answers = 0
 
-    def left_tokens(self, req: Any, job: Job, arrivals_per_s: float) -> int:
+    def left_tokens(
+        self, req: Any, job: Job, arrivals_per_s: float, lookahead_steps: int = 0
+    ) -> int:
         """Upper bound of the tokens that are still to come, with the confidence of the hour.
 
         At least 1: a step writes one before it is known whether it was the last.
+
+        Args:
+            lookahead_steps: an answer that comes so near its bound is taken to outgrow it, and is
+                asked about anew.
         """
         most, so_far = req.sampling_params.max_new_tokens, len(req.output_ids)
         if req.sampling_params.ignore_eos:
             return max(1, most - so_far)
-        upper = self._upper_tokens(req, job, so_far, arrivals_per_s)
+        upper = self._upper_tokens(req, job, so_far, arrivals_per_s, lookahead_steps)
         return max(1, min(upper, most) - so_far)
 
     def expected_left_tokens(self, req: Any, job: Job) -> int:
@@ -76,15 +82,18 @@ class Lengths:
             predicted = self.estimator.longer(job.asked, so_far, 0.5)
         return max(1, min(predicted, most) - so_far)
 
-    def _upper_tokens(self, req: Any, job: Job, so_far: int, arrivals_per_s: float) -> int:
+    def _upper_tokens(
+        self, req: Any, job: Job, so_far: int, arrivals_per_s: float, lookahead_steps: int
+    ) -> int:
         confidence = confidence_at(arrivals_per_s, *self._confidence)
         if job.asked is None:
             job.asked = self._asked(req, job)
         if job.estimate is None:
             job.estimate = self.estimator.estimate(job.asked, confidence)
-        if so_far < job.estimate.upper_tokens:
-            return job.estimate.upper_tokens
-        return self.estimator.longer(job.asked, so_far, confidence)
+        upper = job.estimate.upper_tokens
+        if so_far and so_far + lookahead_steps >= upper:
+            return max(upper, self.estimator.longer(job.asked, so_far, confidence))
+        return upper
 
     def _asked(self, req: Any, job: Job) -> Asked:
         neighbours: tuple[int, ...] = ()

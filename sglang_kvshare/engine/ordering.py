@@ -66,11 +66,12 @@ def arrange(schedule: Schedule, queue: list[Any], priority_sign: int) -> None:
     clock, parts = schedule.clock, schedule.parts
     clock.passed()
     jobs = _jobs(queue)
+    for job in jobs:
+        job.held = False
     if len(jobs) < len(queue):
-        # One that came another way has no number to be ordered by.
+        # One that came another way has no number to be ordered by. Nobody is held before it.
         return
     for job, req in zip(jobs, queue, strict=True):
-        job.held = False
         job.waiting.priority = (req.priority or 0) * priority_sign
         job.waiting.preemptions = req.retraction_count
         job.waiting.prompt_tokens = len(req.origin_input_ids) + len(req.output_ids)
@@ -124,7 +125,7 @@ def look_at(schedule: Schedule, req: Any, job: Job) -> None:
     cached = schedule.survey(req, job, waiting.prefix_tokens)
     reused = 0
     if cached >= max(cache.config.min_saved_tokens, cache.config.min_run_tokens):
-        reused = round(cached * (1 - _recomputed_share(state)))
+        reused = round(cached * (1 - state.options.expected_ratio))
     waiting.reused_tokens = min(reused, max(0, rest - 1))
     waiting.effective_ms = schedule.cost_ms(
         req, rest - waiting.reused_tokens, tokens, narrowed=reused > 0
@@ -132,11 +133,6 @@ def look_at(schedule: Schedule, req: Any, job: Job) -> None:
     # A wait in passes, or a cost in tokens, says nothing about a time that is promised.
     told = schedule.clock.is_time and schedule.costs_known(req)
     waiting.ttft_slo_ms = job.slo.ttft_ms if told else None
-
-
-def _recomputed_share(state: Any) -> float:
-    options = state.options
-    return float(options.recompute_ratio if options.recompute_error >= 1 else 0.2)
 
 
 # --- who is held back --------------------------------------------------------------------------
@@ -188,7 +184,8 @@ def _gain_ms(schedule: Schedule, req: Any, job: Job, keys: int) -> float:
     """What its prefill would be shorter by."""
     state, waiting = state_of(req), job.waiting
     rest = waiting.prompt_tokens - waiting.prefix_tokens - waiting.reused_tokens
-    more = min(keys * KEYS_APART, rest - 1) * (1 - _recomputed_share(state))
+    assert state is not None
+    more = min(keys * KEYS_APART, rest - 1) * (1 - state.options.expected_ratio)
     now = schedule.cost_ms(req, rest, waiting.prompt_tokens, narrowed=False)
     later = schedule.cost_ms(req, round(rest - more), waiting.prompt_tokens, narrowed=True)
     return now - later

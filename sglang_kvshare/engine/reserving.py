@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_kvshare.engine.state import state_of
 from sglang_kvshare.engine.swapping import held_by_others, private_tokens
 from sglang_kvshare.scheduling.ledger import DemandLedger
 from sglang_kvshare.scheduling.reserve import GlobalReserve
@@ -44,7 +45,7 @@ class Reserving:
         if extend_tokens + steps + ledger.short_tokens(steps, 0) > available:
             # Somebody would have to give way at once.
             return False
-        left = self._left_tokens(req, req._kvshare.job)
+        left = self._left_tokens(req, _job_of(req))
         return ledger.fits(extend_tokens, left, available, self._reserve.tokens(len(ledger)))
 
     def _available(self, adder: Any) -> int:
@@ -77,7 +78,7 @@ class Reserving:
             due = by_rid.get(rid)
             if due is not None:
                 self.ledger.sync(rid, private_tokens(due))
-                self.ledger.renew(rid, self._left_tokens(due, due._kvshare.job))
+                self.ledger.renew(rid, self._left_tokens(due, _job_of(due)))
 
     def ended(self, req: Any, job: Job, *, complete: bool) -> None:
         """``req`` gives back what it holds.
@@ -91,5 +92,14 @@ class Reserving:
             self._reserve.observe(len(req.output_ids) - job.estimate.upper_tokens)
 
     def _left_tokens(self, req: Any, job: Job) -> int:
+        """A new bound where the old one ends within the look-ahead."""
         schedule = self._schedule
-        return schedule.lengths.left_tokens(req, job, schedule.arrivals_per_s)
+        ahead = schedule.config.lookahead_steps
+        return schedule.lengths.left_tokens(req, job, schedule.arrivals_per_s, ahead)
+
+
+def _job_of(req: Any) -> Job:
+    state = state_of(req)
+    assert state is not None
+    assert state.job is not None
+    return state.job

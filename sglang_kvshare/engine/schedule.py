@@ -126,7 +126,7 @@ class Schedule:
         if parts.ledger is not None and parts.reserve is not None:
             self.reserving = Reserving(self, parts.ledger, parts.reserve)
         self._decode_ms: defaultdict[int, Recent] = defaultdict(Recent)
-        #: Requests that came, with their tenants, until they are admitted.
+        #: Requests that came, with their tenants, until they are first admitted.
         self._waiting: dict[str, tuple[Job, str | None]] = {}
         self._number = 0
         self._rate_per_s = 0.0
@@ -303,8 +303,7 @@ class Schedule:
         """A request was aborted in the queue."""
         found = self._waiting.pop(rid, None)
         if found is not None:
-            job, tenant = found
-            self.lost(job, tenant, began=job.waiting.preemptions > 0)
+            self.lost(*found, began=False)
 
     def _attained(self, req: Any, state: RequestState, job: Job) -> None:
         times, tokens, tenant = req.time_stats, len(req.output_ids), state.tenant or ""

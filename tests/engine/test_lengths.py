@@ -64,6 +64,20 @@ def test_a_bound_follows_the_answers_and_is_never_below_one_token():
     assert told.left_tokens(request(output=5, ignore_eos=True), each, 0.0) == 395
 
 
+def test_a_bound_is_renewed_before_it_is_reached():
+    told = lengths()
+    learn(told, [80] + [20, 22, 19, 21] * 15)
+    each = job()
+    bound = told.left_tokens(request(), each, 0.0, 2)
+    upper = each.estimate.upper_tokens
+    assert bound == upper < 80
+    assert told.left_tokens(request(output=upper - 3), each, 0.0, 2) == 3
+    # The one that got as far went on to 80.
+    assert told.left_tokens(request(output=upper - 2), each, 0.0, 2) > 40
+    # The control: without looking ahead the old bound holds to its end.
+    assert told.left_tokens(request(output=upper - 2), each, 0.0) == 2
+
+
 def test_what_is_expected_is_no_more_than_the_bound():
     told = lengths()
     learn(told, [20, 40, 60, 80] * 10)

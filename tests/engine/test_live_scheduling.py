@@ -392,3 +392,33 @@ def test_a_time_between_tokens_that_was_promised_cuts_prefills(tmp_path):
     assert not any(pair == ("EXTEND", "EXTEND") for pair in pairwise(kinds))
     free = in_a_process(cut_beside_decoding, tmp_path / "control", float("inf"))
     assert free.count("EXTEND") <= 4, free
+
+
+def beside_one_that_came_another_way(folder: Path) -> int:
+    """Requests that are held when one without a number comes into the queue."""
+    from sglang_kvshare.engine.ordering import arrange
+    from sglang_kvshare.engine.schedule import job_of
+
+    live = scheduler(folder, kvshare={"hold_ms": 60_000.0}, max_running_requests=1)
+    text = Texts()
+    live.submit("busy", text(30), 12)
+    live.step(2)
+    document = text(300)
+    for number in range(3):
+        live.submit(f"r{number}", [*text(4), *document, *text(12)], 1)
+    live.step()
+    queue = list(live.scheduler.waiting_queue)
+    arrange(live.cache.schedule, queue, 0)
+    before = sum(job_of(req).held for req in queue)
+    assert before == 2, before
+    stranger = live.scheduler.waiting_queue[0]
+    state, stranger._kvshare = stranger._kvshare, None
+    arrange(live.cache.schedule, queue, 0)
+    held = sum(job_of(req).held for req in queue if req is not stranger)
+    stranger._kvshare = state
+    finish(live)
+    return held
+
+
+def test_nobody_is_held_before_one_that_cannot_be_ordered(tmp_path):
+    assert in_a_process(beside_one_that_came_another_way, tmp_path) == 0
