@@ -4,6 +4,7 @@ of one file, stay together. xdist's ``loadgroup`` has no effect under pytest 9.2
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -30,3 +31,10 @@ def scope_of(nodeid: str) -> str:
             if part in CONFIGS:
                 return f"server {part}"
     return file
+
+
+def pytest_collection_finish() -> None:
+    """Importing SGLang chooses its device for the whole process: a test does so under the fixture
+    ``sglang_cpu`` or in a process of its own, and no test file while it is read."""
+    if "sglang" in sys.modules:
+        raise pytest.UsageError("a test file imports sglang while it is collected")

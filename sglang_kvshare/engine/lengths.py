@@ -99,11 +99,13 @@ class Lengths:
         neighbours: tuple[int, ...] = ()
         if self._prompts is not None:
             try:
-                neighbours = self._prompts.neighbours(job.namespace, int64(req.origin_input_ids))
+                neighbours = self._prompts.neighbours(
+                    job.waiting.namespace, int64(req.origin_input_ids)
+                )
             except Exception:
                 self._give_up_prompts()
         return Asked(
-            namespace=job.namespace.hex(),
+            namespace=job.waiting.namespace.hex(),
             prompt_tokens=len(req.origin_input_ids),
             max_new_tokens=max(1, req.sampling_params.max_new_tokens),
             neighbours=neighbours,
@@ -118,7 +120,9 @@ class Lengths:
         self._answers += 1
         if self._prompts is not None:
             try:
-                self._prompts.add(job.namespace, int64(req.origin_input_ids), tokens, tenant)
+                self._prompts.add(
+                    job.waiting.namespace, int64(req.origin_input_ids), tokens, tenant
+                )
             except Exception:
                 self._give_up_prompts()
 

@@ -49,7 +49,6 @@ class Job:
     Attributes:
         owner: the schedule.
         waiting: as an order sees it, kept up to date as far as anybody asked.
-        namespace: its own.
         seen: a glance at its prompt; ``None`` until somebody asks.
         new_keys: of what it is going to compute, as far as is known.
         looked: pass in which ``waiting`` was last brought up to date.
@@ -62,7 +61,6 @@ class Job:
 
     owner: Schedule
     waiting: Waiting
-    namespace: bytes
     seen: Glance | None = None
     new_keys: tuple[int, ...] = ()
     looked: int = -1
@@ -146,8 +144,8 @@ class Schedule:
                 arrived_ms=now_ms,
                 prompt_tokens=len(req.origin_input_ids),
                 ttft_slo_ms=slo.ttft_ms,
+                namespace=namespace,
             ),
-            namespace=namespace,
             slo=slo,
         )
         self._waiting[req.rid] = state.job, state.tenant
@@ -192,10 +190,10 @@ class Schedule:
         cache, state = self.cache, state_of(req)
         if job.seen is None:
             prompt = int64(req.origin_input_ids)
-            job.seen = glance(prompt, cache.index.window, job.namespace)
+            job.seen = glance(prompt, cache.index.window, job.waiting.namespace)
         namespaces: tuple[bytes, ...] = ()
         if state is not None and not cache.index_failed and accepts_approximation(req, state):
-            namespaces = (job.namespace, *state.shared_namespaces)
+            namespaces = (job.waiting.namespace, *state.shared_namespaces)
         found = cached_of(cache.index, job.seen, namespaces, prefix_tokens, cache.config.max_depth)
         job.new_keys = found.new_keys
         return found.tokens

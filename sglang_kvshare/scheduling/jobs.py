@@ -28,6 +28,7 @@ class Waiting:
         ttft_slo_ms: its first token is due so long after its arrival; ``None`` for no SLO.
         priority: larger goes first; 0 for all unless the engine schedules by priority.
         preemptions: how often it was preempted; above 0 it resumes.
+        namespace: its own. What is cached in one decides nothing between two.
     """
 
     rid: str
@@ -40,6 +41,7 @@ class Waiting:
     ttft_slo_ms: float | None = None
     priority: int = 0
     preemptions: int = 0
+    namespace: bytes = b""
 
     @property
     def hit_share(self) -> float:

@@ -11,11 +11,18 @@ score and whenever they come: a j that overtakes i has number_j < oldest + most_
 i waits the oldest is no younger than i. KVShare's order, by hit rate (arXiv 2503.16525), has no
 such bound, and a stream of good hits starves the rest.
 
-Inside the window, first to last: those that resume, as they came; those that waited for a good part
-of their TTFT SLO and can still meet it; the others; and those that miss it in any case, who would
-only make others miss theirs. In the last three, requests of like cost stand beside each other, the
-groups in the order of their best member: a batch takes as long as its longest, so that a cheap
-request gains nothing in a batch of costly ones.
+Inside the window, first to last: those that resume, as they came; the others; and those whose
+TTFT SLO has passed already. What a request's cached text saves must tell nothing to the users of
+other namespaces (PromptPeek), so that it decides only within its own: the places of the others
+
+    arrived     A1  B1  A2  A3  B2                 A3 scores best in A, B2 in B
+    go          A3  B2  A1  A2  B1                 as the namespaces came: A B A A B
+
+are given to namespaces by arrival, and each namespace fills its own with the best first: with those
+that waited for a good part of their SLO and can still meet it; then others that can; then those
+that cannot, and would only make others miss theirs. In each of the three, requests of like cost
+stand beside each other, the groups in the order of their best member: a batch takes as long as its
+longest, so that a cheap request gains nothing in a batch of costly ones.
 """
 
 from __future__ import annotations
@@ -90,19 +97,44 @@ class Windowed:
     def _best_first(
         self, waiting: Sequence[Waiting], window: list[int], now_ms: float
     ) -> list[int]:
-        tiers: tuple[list[int], ...] = [], [], [], []
+        resume: list[int] = []
+        others: list[int] = []
+        missed: list[int] = []
         for i in window:
-            tiers[self._tier(waiting[i], now_ms)].append(i)
+            one = waiting[i]
+            slo_ms = one.ttft_slo_ms
+            if one.preemptions > 0:
+                resume.append(i)
+            elif slo_ms is not None and now_ms - one.arrived_ms > slo_ms:
+                missed.append(i)
+            else:
+                others.append(i)
         return [
-            *tiers[_RESUMES],
-            *self._by_score(waiting, tiers[_AGED]),
-            *self._by_score(waiting, tiers[_OTHERS]),
-            *self._by_score(waiting, tiers[_LATE]),
+            *resume,
+            *self._in_own_places(waiting, others, now_ms),
+            *self._in_own_places(waiting, missed, now_ms),
         ]
 
+    def _in_own_places(
+        self, waiting: Sequence[Waiting], arrivals: list[int], now_ms: float
+    ) -> list[int]:
+        """The best of each namespace first, in the places in which its requests came."""
+        of: defaultdict[bytes, list[int]] = defaultdict(list)
+        for i in arrivals:
+            of[waiting[i].namespace].append(i)
+        ranked = {name: self._ranked(waiting, own, now_ms) for name, own in of.items()}
+        if len(ranked) < 2:
+            return [i for own in ranked.values() for i in own]
+        left = {name: iter(own) for name, own in ranked.items()}
+        return [next(left[waiting[i].namespace]) for i in arrivals]
+
+    def _ranked(self, waiting: Sequence[Waiting], own: list[int], now_ms: float) -> list[int]:
+        tiers: tuple[list[int], ...] = [], [], []
+        for i in own:
+            tiers[self._tier(waiting[i], now_ms)].append(i)
+        return [i for tier in tiers for i in self._by_score(waiting, tier)]
+
     def _tier(self, one: Waiting, now_ms: float) -> int:
-        if one.preemptions > 0:
-            return _RESUMES
         waited_ms = now_ms - one.arrived_ms
         slo_ms = one.ttft_slo_ms
         if slo_ms is None:
@@ -123,7 +155,7 @@ class Windowed:
         return [i for group in groups.values() for i in group]
 
 
-_RESUMES, _AGED, _OTHERS, _LATE = range(4)
+_AGED, _OTHERS, _LATE = range(3)
 
 
 class AsQueued:

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvshare.engine.lengths import Lengths, read_estimator
-from sglang_kvshare.engine.schedule import Job
 from sglang_kvshare.scheduling.jobs import Waiting
 from sglang_kvshare.scheduling.length_estimate import LengthEstimator
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sglang_cpu")]
 
 
 class Prompts:
@@ -35,13 +33,23 @@ def request(prompt=50, output=0, most=400, ignore_eos=False):
 
 
 def job(namespace=b"a"):
-    return Job(None, Waiting("r", 1, 0.0, 50), namespace)
+    from sglang_kvshare.engine.schedule import Job
+
+    return Job(None, Waiting("r", 1, 0.0, 50, namespace=namespace))
 
 
 def lengths(prompts=None, path=None, estimator=None, faults=None):
+    from sglang_kvshare.engine.lengths import Lengths
+
     on_fault = (lambda step: None) if faults is None else faults.append
     estimator = LengthEstimator() if estimator is None else estimator
     return Lengths(estimator, prompts, (0.95, 0.001), path, on_fault)
+
+
+def read(path):
+    from sglang_kvshare.engine.lengths import read_estimator
+
+    return read_estimator(path, isolated=False)
 
 
 def learn(told, answers, namespace=b"a"):
@@ -122,11 +130,11 @@ def test_what_was_learnt_outlives_a_restart(tmp_path):
     learn(told, [300] * 40)
     # Once a minute.
     told.save_when_due(2.0)
-    again = lengths(estimator=read_estimator(path, isolated=False))
+    again = lengths(estimator=read(path))
     assert again.left_tokens(request(), job(), 0.0) == bound
     told.save_when_due(61_000.0)
     told.wait()
-    again = lengths(estimator=read_estimator(path, isolated=False))
+    again = lengths(estimator=read(path))
     assert again.left_tokens(request(), job(), 0.0) > bound
     assert [each.name for each in tmp_path.iterdir()] == ["lengths.json"]
 
@@ -135,7 +143,7 @@ def test_what_was_learnt_outlives_a_restart(tmp_path):
 def test_a_file_that_cannot_be_read_costs_what_it_knew(content, tmp_path):
     path = tmp_path / "lengths.json"
     path.write_text(content)
-    told = lengths(estimator=read_estimator(path, isolated=False))
+    told = lengths(estimator=read(path))
     assert told.left_tokens(request(), job(), 0.0) == 400
 
 

@@ -100,6 +100,18 @@ def test_without_an_slo_patience_ends_too():
     assert numbers("hit-rate", [old, fresh], PATIENCE_MS * AGED_SHARE + 1) == [0, 1]
 
 
+def test_hits_move_a_request_only_among_those_of_its_namespace():
+    """Who is before whom tells nothing of what another namespace has cached."""
+    a, b = {"namespace": b"a"}, {"namespace": b"b"}
+    queue = [waiting(0, **a), waiting(1, **b), waiting(2, 0.85, **a), waiting(3, 0.9, **a)]
+    queue.append(waiting(4, 0.8, **b))
+    assert numbers("hit-rate", queue) == [3, 4, 2, 0, 1]
+    # Positive control: in one namespace they do.
+    for one in queue:
+        one.namespace = b"a"
+    assert numbers("hit-rate", queue) == [3, 2, 4, 0, 1]
+
+
 def test_priority_comes_before_everything_else():
     queue = [waiting(0, 0.9, preemptions=1), waiting(1, priority=2), waiting(2, priority=7)]
     for name in [*OURS, "stock-fcfs"]:
@@ -151,6 +163,7 @@ QUEUES = st.lists(
         ttft_slo_ms=st.sampled_from([None, 500.0, 1500.0, 20_000.0]),
         priority=st.sampled_from([0, 0, 1]),
         preemptions=st.sampled_from([0, 0, 1]),
+        namespace=st.sampled_from([b"a", b"a", b"b", b"c"]),
     ),
     unique_by=lambda one: one.number,
     max_size=25,
@@ -165,7 +178,11 @@ def clear_order(queue, now_ms, score, most_bypasses):
         slo = one.ttft_slo_ms
         aged = waited > AGED_SHARE * (PATIENCE_MS if slo is None else slo)
         late = slo is not None and waited + one.effective_ms > slo
-        return 0 if one.preemptions else 3 if late else 1 if aged else 2
+        missed = slo is not None and waited > slo
+        return 0 if one.preemptions else 4 if missed else 3 if late else 1 if aged else 2
+
+    def part(one):
+        return {0: 0, 4: 2}.get(tier(one), 1)
 
     def class_of(one):
         return math.floor(math.log2(max(one.effective_ms, 1)))
@@ -179,14 +196,23 @@ def clear_order(queue, now_ms, score, most_bypasses):
         top = max(one.priority for one in left)
         those = [one for one in left if one.priority == top]
         inside = [one for one in those if one.number < oldest[top] + most_bypasses]
-        best = min(map(tier, inside), default=None)
-        if best in (None, 0):
-            resuming = [one for one in inside if tier(one) == 0]
+        first = min(map(part, inside), default=None)
+        if first in (None, 0):
+            resuming = [one for one in inside if part(one) == 0]
             one = min(resuming or those, key=lambda one: one.number)
         else:
-            those = [one for one in inside if tier(one) == best]
-            last = chosen[-1] if chosen else None
-            if last is not None and last.priority == top and tier(last) == best:
+            # The k-th place of a part belongs to the namespace of its k-th arrival.
+            here = [one for one in queue if one.priority == top and part(one) == first]
+            here = sorted(
+                (one for one in here if one.number < oldest[top] + most_bypasses),
+                key=lambda one: one.number,
+            )
+            taken = [one for one in chosen if one in here]
+            namespace = here[len(taken)].namespace
+            those = [one for one in here if one in left and one.namespace == namespace]
+            those = [one for one in those if tier(one) == min(map(tier, those))]
+            last = next((one for one in taken[::-1] if one.namespace == namespace), None)
+            if last is not None and tier(last) == tier(those[0]):
                 those = [one for one in those if class_of(one) == class_of(last)] or those
             one = min(those, key=lambda one: (score(one), one.number))
         chosen.append(one)
@@ -211,6 +237,24 @@ def test_it_is_what_choosing_one_by_one_gives(name, queue, most_bypasses):
 
 
 # --- nobody starves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+@given(QUEUES, st.sampled_from([1, 8, 64]), st.sampled_from([0.0, 0.5, 1.0]), st.randoms())
+def test_nothing_in_one_namespace_moves_a_request_of_another(name, queue, bypasses, hit, dice):
+    """Whatever is cached of the texts of others, it goes in the same place."""
+
+    def places(namespace):
+        order = numbers(name, queue, 9500.0, bypasses)
+        mine = {one.number for one in queue if one.namespace == namespace}
+        return [(place, number) for place, number in enumerate(order) if number in mine]
+
+    before = places(b"a")
+    for one in queue:
+        if one.namespace != b"a":
+            one.reused_tokens = int(hit * 10)
+            one.effective_ms = dice.choice([0.0, 1.0, 100.0, 30_000.0])
+    assert places(b"a") == before
 
 
 class Server:
