@@ -58,8 +58,8 @@ _TIMEOUT_S = 600.0
 _BRIEF = "What is this about? Answer in a few words.\n\n{0}"
 _SUMMARY = "{0}\n\n{1}\n\nSummarise both texts in one sentence."
 _LONG = "Explain step by step how to {0}."
-#: A sentence, or a paragraph.
-_STOPS = {"brief": (".", "\n"), "summary": (".",), "long": ("\n\n",)}
+#: A sentence; an introduction and the first step.
+_STOPS = {"brief": (".", "\n"), "summary": (".",), "long": ("\n\n", "\n2.")}
 _TOPICS = (
     *("bake bread", "learn a language", "repair a bicycle", "plan a garden", "write a letter"),
     *("paint a room", "train for a race", "save money", "cook rice", "tie a knot"),
@@ -95,6 +95,7 @@ class Window:
             "tbt_p95_ms": _percentile(self.tbt_ms, 95),
             "tbt_p99_ms": _percentile(self.tbt_ms, 99),
             "requests_per_s": len(self.answers) / self.seconds,
+            "tokens_per_s": (len(self.tbt_ms) + len(self.ttft_ms)) / self.seconds,
             "lost": sum(answer is None for answer in self.answers),
         }
 
@@ -233,7 +234,7 @@ def main() -> None:
             warm = mixed(corpus, "warm-up", args.requests, args.chat)
             asyncio.run(send(urls[name], warm, [0.0] * len(warm), args.max_new_tokens))
         rate = args.rate or saturation(urls[names[0]], corpus, args)
-        console.print(f"saturation of {names[0]}: {rate:.2f} requests/s", highlight=False)
+        console.print(f"saturation of {names[0]}: {rate:.3f} requests/s", highlight=False)
         for repeat in range(args.repeats):
             for load in map(float, args.loads.split(",")):
                 asked = mixed(corpus, f"{load} {repeat}", args.requests, args.chat)

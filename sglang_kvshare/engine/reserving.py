@@ -69,12 +69,13 @@ class Reserving:
         """A decode step of ``reqs`` begins."""
         self._steps += 1
         self.ledger.step()
-        by_rid = {req.rid: req for req in reqs}
         if self._steps % _SYNC_STEPS == 0:
-            for rid, req in by_rid.items():
-                if rid in self.ledger:
-                    self.ledger.sync(rid, private_tokens(req))
-        for rid in self.ledger.due():
+            for req in reqs:
+                if req.rid in self.ledger:
+                    self.ledger.sync(req.rid, private_tokens(req))
+        ending = self.ledger.due()
+        by_rid = {req.rid: req for req in reqs} if ending else {}
+        for rid in ending:
             due = by_rid.get(rid)
             if due is not None:
                 self.ledger.sync(rid, private_tokens(due))

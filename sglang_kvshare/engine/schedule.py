@@ -294,7 +294,6 @@ class Schedule:
     def lost(self, job: Job, tenant: str | None, *, began: bool) -> None:
         """A request was aborted; without a first token it has missed what it was to meet."""
         if job.slo.ttft_ms is not None and not began:
-            self.parts.slos.lost(tenant or "", "ttft")
             self.cache.metrics.attained("ttft", tenant or "", math.inf, job.slo.ttft_ms)
 
     def aborted_waiting(self, rid: str) -> None:
@@ -308,13 +307,11 @@ class Schedule:
         first_s = times.prefill_finished_time
         if not first_s:
             return
-        slos, metrics = self.parts.slos, self.cache.metrics
+        metrics = self.cache.metrics
         ttft_ms = (first_s - times.scheduler_recv_time) * 1e3
-        slos.observe_ttft(tenant, ttft_ms, job.slo)
         metrics.attained("ttft", tenant, ttft_ms, job.slo.ttft_ms)
         if tokens > 1:
             gap_ms = ((times.completion_time or time.perf_counter()) - first_s) * 1e3 / (tokens - 1)
-            slos.observe_tbt(tenant, gap_ms, job.slo)
             metrics.attained("tbt", tenant, gap_ms, job.slo.tbt_ms)
 
 
