@@ -96,7 +96,7 @@ def choose(
         group: query heads of one key head.
     """
     costs = costs or AttentionCosts()
-    plans = [in_two_parts(positions, counts, costs.block_rows)]
+    plans = [_two_parts_that_fit(positions, counts, costs)]
     masked = with_mask(positions, counts, costs.block_rows)
     if _fits(masked.launches[0], costs):
         plans.append(masked)
@@ -105,6 +105,19 @@ def choose(
         plans.append(runs)
     # Of equal ones the simplest, which stands last.
     return min(reversed(plans), key=lambda plan: cost_ns(plan, group, costs))
+
+
+def _two_parts_that_fit(
+    positions: Int64Array, counts: Sequence[int], costs: AttentionCosts
+) -> AttentionPlan:
+    """Blocks as high as it takes to list few slots; masks stay a block high."""
+    block_rows = costs.block_rows
+    while True:
+        plan = in_two_parts(positions, counts, block_rows)
+        listed = sum(launch.listed_keys for launch in plan.launches)
+        if listed * SLOT_BYTES <= costs.list_limit_bytes or block_rows >= max(counts):
+            return plan
+        block_rows *= 2
 
 
 def _fits(launch: Launch, costs: AttentionCosts) -> bool:
@@ -131,9 +144,13 @@ def _launch_ns(launch: Launch, group: int, costs: AttentionCosts) -> float:
     tile = _tile(float(places.mean()))
     tiles = -(-places // tile)
     a_key = costs.key_ns + costs.row_ns * tile
+    keys = launch.key_counts.astype(np.float64)
     if launch.sees is Sees.MASKED:
         a_key *= costs.masked
-    return float(np.dot(tiles, launch.key_counts)) * a_key + costs.launch_ns
+    elif launch.sees is Sees.CAUSAL:
+        # A tile ends at the key of its last row: of an entry's own keys half are computed.
+        keys -= (launch.row_counts - np.minimum(launch.row_counts, tile / group)) / 2
+    return float(np.dot(tiles, keys)) * a_key + costs.launch_ns
 
 
 def _tile(mean_places: float) -> int:
