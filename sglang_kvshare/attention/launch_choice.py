@@ -60,8 +60,8 @@ class AttentionCosts:
         block_rows: rows of a block. Higher blocks mask more, lower ones list more slots; at 4 query
             heads a key head one is two of the largest tiles.
         mask_limit_tokens: longest KV row for which the mask of whole rows is allowed. It is
-            quadratic: a tenth of 32,768 rows needs 7 MB for each request, of which the two parts
-            need a hundredth.
+            quadratic: a tenth of 32,768 rows needs 7 MB for each request, of which the masks of two
+            parts are 4 %.
         mask_limit_bytes: of the masks of one batch. What is left free beside the KV pool is some
             GB, and activations need most of it.
         list_limit_bytes: of the slots listed for one batch. 500 runs in 32,768 tokens list 32 MB.

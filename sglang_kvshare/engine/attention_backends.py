@@ -12,9 +12,12 @@ from typing import Any
 from sglang_kvshare.engine.flashinfer_contract import WRAPPER, check_wrapper
 from sglang_kvshare.engine.flashinfer_rows import FlashInferRows
 from sglang_kvshare.engine.row_attention import PositionMaskRows, RowAttention
-from sglang_kvshare.engine.seams import BACKEND_SEAMS, check_seams
+from sglang_kvshare.engine.seams import BACKEND_SEAMS, SeamError, check_seams
 from sglang_kvshare.engine.support import Unsupported, attention_refusal, decoder_layers
 from sglang_kvshare.engine.virtual_requests import VirtualRequests
+
+#: Of ``FlashInferAttnBackend``.
+FLASHINFER_ATTRIBUTES = ("workspace_buffer", "prefill_backend", "prefill_split_tile_size")
 
 
 def row_attention_of(runner: Any) -> RowAttention:
@@ -52,6 +55,10 @@ def _flashinfer(backend: Any, runner: Any) -> RowAttention:
 
     wrapper = getattr(flashinfer, WRAPPER)
     check_wrapper(wrapper)
+    if missing := [name for name in FLASHINFER_ATTRIBUTES if not hasattr(backend, name)]:
+        raise SeamError(
+            f"{type(backend).__name__} has no {missing[0]} (needed for: narrowed attention)"
+        )
     # A plan holds for all layers that follow.
     shapes = {
         (a.scaling, a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim)

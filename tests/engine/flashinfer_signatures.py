@@ -1,7 +1,7 @@
 """The signatures of FlashInfer's paged prefill wrapper, read from its source without importing it.
 
-    python tests/unit/flashinfer_signatures.py VERSION .../flashinfer/prefill.py \
-        > tests/unit/flashinfer_wrapper.json
+    python tests/engine/flashinfer_signatures.py VERSION .../flashinfer/prefill.py \
+        > tests/engine/flashinfer_wrapper.json
 
 records those of a version; what is compared with them is the stand-in, the adapter, and the
 installed package where there is one.
