@@ -57,10 +57,18 @@ def pack_mask_reference(
 
 
 def best_pack_mask() -> PackMask:
-    """The kernel where this build has one, which takes the reference for tensors on a CPU."""
+    """The kernel where this build has one, which takes a reference for tensors on a CPU."""
     try:
-        module = import_module("sglang_kvshare.attention.kernels.pack_mask")
-    except ModuleNotFoundError:
+        kernel = import_module("sglang_kvshare.attention.kernels.pack_mask").pack_mask
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("sglang_kvshare"):
+            raise
         return pack_mask_reference
-    packer: PackMask = module.pack_mask
-    return packer
+
+    def pack(
+        positions: torch.Tensor, row_indptr: torch.Tensor, kv_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = kernel(positions, row_indptr.diff().tolist(), kv_lens.tolist())
+        return mask.bits, mask.indptr
+
+    return pack

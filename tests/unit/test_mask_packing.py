@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,7 @@ def entries(draw):
     ]
 
 
-@pytest.mark.parametrize("pack", [pack_mask_reference, best_pack_mask()])
+@pytest.mark.parametrize("pack", [pack_mask_reference, best_pack_mask()], ids=["reference", "best"])
 @settings(max_examples=60, deadline=None)
 @given(entries())
 def test_it_is_numpy_s_packing_of_the_mask(pack, entries):
@@ -66,3 +68,32 @@ def test_entries_begin_at_bytes_of_their_own():
     packed, indptr = pack_mask_reference(*tensors([([0], 1), ([0, 1], 2)]))
     assert indptr.tolist() == [0, 1, 2]
     assert packed.tolist() == [0b1, 0b1101]
+
+
+def test_a_kernel_takes_the_reference_s_place_where_there_is_one(monkeypatch):
+    seen = []
+
+    def kernel(positions, counts, kv_lengths):
+        seen.append((positions.tolist(), counts, kv_lengths))
+        bits, indptr = pack_mask_reference(*tensors([([1, 3], 5), ([0], 2)]))
+        return SimpleNamespace(bits=bits, indptr=indptr)
+
+    module = ModuleType("pack_mask")
+    module.pack_mask = kernel
+    monkeypatch.setattr(mask_packing, "import_module", lambda name: module)
+    packed, indptr = best_pack_mask()(*tensors([([1, 3], 5), ([0], 2)]))
+    assert seen == [([1, 3, 0], [2, 1], [5, 2])]
+    assert (packed.tolist(), indptr.tolist()) == ([0xE3, 0x01, 0b1], [0, 2, 3])
+
+
+@pytest.mark.parametrize("missing", ["triton", "sglang_kvshare.attention.kernels"])
+def test_only_a_build_without_the_kernel_goes_without(monkeypatch, missing):
+    def absent(name):
+        raise ModuleNotFoundError(name=missing)
+
+    monkeypatch.setattr(mask_packing, "import_module", absent)
+    if missing == "triton":
+        with pytest.raises(ModuleNotFoundError):
+            best_pack_mask()
+    else:
+        assert best_pack_mask() is pack_mask_reference
