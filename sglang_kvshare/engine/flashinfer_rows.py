@@ -48,7 +48,7 @@ class _Wrapper:
             self.copied.synchronize()
         self.wrapper.plan(*args, **kwargs)
         if device.type == "cuda":
-            self.copied = torch.cuda.Event()
+            self.copied = self.copied or torch.cuda.Event()
             self.copied.record()
 
 
