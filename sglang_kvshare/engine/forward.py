@@ -18,12 +18,14 @@ import torch
 
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
+from sglang_kvshare.engine.attention_backends import row_attention_of
 from sglang_kvshare.engine.geometry import check_pool, layer_geometries
 from sglang_kvshare.engine.kept_rows import Extend
 from sglang_kvshare.engine.narrowing import narrowed
 from sglang_kvshare.engine.placement import DonorCopy, Placer
 from sglang_kvshare.engine.probe_pass import probes_of, run_probes
 from sglang_kvshare.engine.refresh import refresh_of, refreshing
+from sglang_kvshare.engine.row_attention import RowAttention
 from sglang_kvshare.engine.row_program import Chunk, RowProgram
 from sglang_kvshare.engine.schedule import schedule_of
 from sglang_kvshare.engine.state import RequestState, state_of
@@ -53,6 +55,7 @@ class WorkerParts:
     layers: int
     stopwatch: Stopwatch
     pace: RefreshPace
+    row_attention: RowAttention
 
 
 def prepare_worker(worker: Any, config: KVShareConfig) -> None:
@@ -61,10 +64,12 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
     Raises:
         Unsupported: see :func:`sglang_kvshare.engine.support.check_model` and
             :mod:`sglang_kvshare.engine.geometry`.
+        SeamError: SGLang's attention backend, or its library, is not as expected.
     """
     runner = worker.model_runner
     check_model(runner.model)
     check_pool(runner.token_to_kv_pool)
+    row_attention = row_attention_of(runner)
     layers = layer_geometries(runner.model, runner.model_config.context_len)
     if str(runner.device) == "cpu":
         keep_freed_memory()
@@ -79,6 +84,7 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
         len(layers),
         Stopwatch(str(runner.device)),
         RefreshPace(config.refresh_slowdown, runner.max_running_requests),
+        row_attention,
     )
 
 
@@ -113,7 +119,7 @@ def forward_batch_generation(
         try:
             with parts.stopwatch.measure(_telling(batch, program)):
                 _probe(self.model_runner, batch, chunks, program, parts.layers)
-                with narrowed(self.model_runner, program):
+                with narrowed(self.model_runner, program, parts.row_attention):
                     result = original(self, batch, *args, **kwargs)
         except Exception as error:
             # Whatever raised, the batch itself is as it was: it runs again as SGLang would have

@@ -12,7 +12,8 @@ Seams: the decoder layers are called as ``layer(positions, hidden_states, forwar
 ``residual_batch.to_pp`` and ``attn_boundary.from_pp`` take the residual pair apart and together;
 ``ForwardBatch.residual_stream`` holds the residual alone while a layer's attention runs;
 ``ForwardContext.attn_backend`` is what ``RadixAttention.forward`` calls. Nothing is installed while
-no extend is narrowed.
+no extend is narrowed. How the rows that are left attend is the business of an adapter
+(:mod:`sglang_kvshare.engine.row_attention`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_kvshare.attention.position_mask import attend
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.kept_rows import KeptRows
 from sglang_kvshare.engine.pool_reader import PoolReader
+from sglang_kvshare.engine.row_attention import (
+    LayerRows,
+    Narrowed,
+    PositionMaskRows,
+    RowAttention,
+)
 from sglang_kvshare.engine.support import decoder_layers
 
 
@@ -72,10 +78,15 @@ class Program(Protocol):
 
 
 @contextmanager
-def narrowed(model_runner: Any, program: Program) -> Iterator[None]:
-    """Run the extend inside this context by ``program``; removes everything on leaving it."""
-    attention = NarrowedAttention(model_runner.attn_backend, program)
+def narrowed(model_runner: Any, program: Program, rows: RowAttention) -> Iterator[None]:
+    """Run the extend inside this context by ``program``; removes everything on leaving it.
+
+    Args:
+        rows: how the rows that are left attend.
+    """
+    attention = NarrowedAttention(model_runner.attn_backend, program, rows)
     with ExitStack() as stack:
+        stack.callback(rows.end)
         for number, layer in enumerate(decoder_layers(model_runner.model)):
             handle = layer.register_forward_pre_hook(_hook(program, number), with_kwargs=True)
             stack.callback(handle.remove)
@@ -134,12 +145,14 @@ def _narrow_batch(forward_batch: Any, kept: KeptRows) -> None:
 
 
 class NarrowedAttention(AttentionStandIn):
-    """An attention backend for one forward: stock while all rows run, by position after."""
+    """An attention backend for one forward: stock while all rows run, and by an adapter after."""
 
-    def __init__(self, stock: Any, program: Program) -> None:
+    def __init__(self, stock: Any, program: Program, rows: RowAttention | None = None) -> None:
         super().__init__(stock)
         self._program = program
+        self._rows = rows or PositionMaskRows()
         self._slots: list[torch.Tensor] | None = None
+        self._narrowed: Narrowed | None = None
 
     def forward(
         self,
@@ -166,23 +179,17 @@ class NarrowedAttention(AttentionStandIn):
         if kept is None:
             return self._stock.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if save_kv_cache:
-            # In place: the narrowed rows are nobody else's.
-            self._write(layer, forward_batch, k, v)
+            if self._reader.scales(layer)[0] is None:
+                self._write(layer, forward_batch, k, v)
+            else:
+                # Dividing by a scale happens in place, and the adapter gets keys and values too.
+                self._write(layer, forward_batch, k.clone(), v.clone())
         if index is not None:
             # Keys and values of all rows are written; what follows in this layer is for fewer.
             stream = forward_batch.residual_stream
             stream.residual = stream.residual.index_select(0, index)
-            q = q.index_select(0, index)
+            q, k, v = (x.index_select(0, index) for x in (q, k, v))
             _narrow_batch(forward_batch, kept)
-        queries, out = self._by_head(q, layer)
-        for number, slots in enumerate(self._slots):
-            part = kept.part(number)
-            out[part] = attend(
-                queries[part],
-                self._reader.keys(layer, slots, q.dtype),
-                self._reader.values(layer, slots, q.dtype),
-                kept.positions[part],
-                scale=layer.scaling,
-                block_ends=kept.block_ends[number],
-            )
-        return out.view(q.shape[0], -1)
+        if self._narrowed is None or self._narrowed.kept is not kept:
+            self._narrowed = Narrowed(kept, forward_batch, self._slots, self._reader)
+        return self._rows.attend(self._narrowed, LayerRows(q, k, v, layer))

@@ -334,7 +334,9 @@ SEAMS = (
         None,
         "narrowing between layers",
         fields="positions out_cache_loc req_pool_indices extend_seq_lens extend_seq_lens_cpu "
-        "extend_num_tokens extend_logprob_start_lens_cpu residual_stream",
+        "extend_num_tokens extend_logprob_start_lens_cpu residual_stream extend_prefix_lens "
+        "extend_prefix_lens_cpu extend_start_loc seq_lens seq_lens_cpu seq_lens_sum "
+        "orig_seq_lens req_pool_indices_cpu batch_size",
     ),
     Seam(
         _SRT + "managers.schedule_batch.ReqKvInfo",
@@ -394,6 +396,32 @@ SEAMS = (
         "refusal of unknown pools",
     ),
 )
+
+
+_ATTENTION = _SRT + "layers.attention."
+
+
+def _backend_seams(name: str, *more: tuple[str, str]) -> tuple[Seam, ...]:
+    methods = (("init_forward_metadata", "self, forward_batch"), *more)
+    return tuple(
+        Seam(_ATTENTION + name + "." + method, parameters, "narrowed attention")
+        for method, parameters in methods
+    )
+
+
+#: Of the attention backends: what is needed where one of them serves; not to be imported elsewhere.
+BACKEND_SEAMS = {
+    "torch_native": (),
+    "flashinfer": _backend_seams("flashinfer_backend.FlashInferAttnBackend"),
+    "triton": _backend_seams(
+        "triton_backend.TritonAttnBackend",
+        (
+            "forward_extend",
+            "self, q, k, v, layer, forward_batch, save_kv_cache, sinks, score_mod, aux_tensors",
+        ),
+    ),
+    "fa3": _backend_seams("flashattention_backend.FlashAttentionBackend"),
+}
 
 
 #: Symbols that the patches in ``patches/`` add to SGLang; where they are, they must fit too.

@@ -111,6 +111,32 @@ REFUSED_ROPE_KINDS = (
 SUPPORTED_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SCALED_KV_DTYPES = ("nvfp4", "fp4_mx_block16", "mxfp8")
 
+#: (value of --attention-backend, how rows attend that are left of an extend).
+ATTENTION_BACKENDS = (
+    ("torch_native", "by a mask, in blocks of rows, in PyTorch"),
+    ("flashinfer", "runs of rows, or a packed mask, whichever costs less; not tried on a GPU yet"),
+    ("triton", "each run of rows as a request of its own; not tried on a GPU yet"),
+    ("fa3", "each run of rows as a request of its own; not tried on a GPU yet"),
+)
+_SUPPORTED_ATTENTION = tuple(name for name, _ in ATTENTION_BACKENDS)
+_ATTENTION_WHY = "how rows attend that are left of an extend is not known there"
+OTHER_ATTENTION = (
+    "another --attention-backend, --prefill-attention-backend or --decode-attention-backend "
+    f"than {', '.join(_SUPPORTED_ATTENTION)}"
+)
+
+
+def attention_refusal(name: str | None) -> str:
+    """The sentence that refuses the attention backend ``name``; empty for one that is served, and
+    while SGLang has not chosen one."""
+    if name is None or name in _SUPPORTED_ATTENTION:
+        return ""
+    return (
+        f"--kvshare does not support --attention-backend {name}: {_ATTENTION_WHY}; supported are "
+        f"{', '.join(_SUPPORTED_ATTENTION)}"
+    )
+
+
 _OWN_TREE = "SGLang has it for its own tree cache only"
 _ANOTHER_OWNER = "two owners of cached slots are not kept in step"
 _LAYOUT = "slots of that layout cannot be copied one by one"
@@ -194,6 +220,22 @@ ARGUMENT_REFUSALS = (
         f"a --kv-cache-dtype other than {', '.join(SUPPORTED_KV_DTYPES)}",
         "how its values are stored is not known",
         lambda a: a.kv_cache_dtype not in SUPPORTED_KV_DTYPES,
+    ),
+    Refusal(
+        OTHER_ATTENTION,
+        _ATTENTION_WHY,
+        lambda a: any(
+            attention_refusal(name)
+            for name in (
+                a.prefill_attention_backend or a.attention_backend,
+                a.decode_attention_backend or a.attention_backend,
+            )
+        ),
+    ),
+    Refusal(
+        "multi-item scoring (--enable-mis)",
+        "items of one prompt do not see each other, and narrowed rows attend to all of it",
+        lambda a: bool(a.enable_mis),
     ),
     Refusal(
         "LoRA (--enable-lora, --lora-paths)",

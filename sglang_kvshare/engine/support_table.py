@@ -69,6 +69,10 @@ def _rows() -> Iterator[Row]:
         why = "keys are dequantised, rotated, rounded again: see docs/how-it-works.md"
         yield Row(group, name, SUPPORTED, why, LOADED)
 
+    group = "Attention"
+    for name, why in support.ATTENTION_BACKENDS:
+        yield Row(group, f"--attention-backend {name}", SUPPORTED, why, ARGUMENTS)
+
     group = "Arguments"
     for refusal in support.ARGUMENT_REFUSALS:
         yield Row(group, refusal.what, REFUSED, refusal.why, ARGUMENTS)

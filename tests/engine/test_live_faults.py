@@ -40,7 +40,7 @@ BREAKS = {
     "select": Break("select", ENGINE + "admission.choose", "planning_failed"),
     "lock": Break("lock", ENGINE + "donor_locks._above", "planning_failed"),
     "copy": Break("copy", ENGINE + "placement.rotate_", "placement_failed"),
-    "narrow": Break("narrow", ENGINE + "narrowing.attend", "narrowing_failed"),
+    "narrow": Break("narrow", ENGINE + "row_attention.attend", "narrowing_failed"),
     "probe": Break("select", ENGINE + "forward.run_probes", "selection_failed", BY_QUERY),
     "check layer": Break(
         "narrow", ENGINE + "row_program._Measured.over_limit", "narrowing_failed", BY_DEVIATION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,35 @@ def test_the_installed_sglang_is_as_expected():
     check_seams(found())
     assert len(SEAMS) > 30
     assert len({seam.symbol for seam in SEAMS}) == len(SEAMS)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_the_attention_backends_are_as_expected(name):
+    from sglang_kvshare.engine.seams import BACKEND_SEAMS, check_seams
+
+    assert BACKEND_SEAMS[name]
+    check_seams(BACKEND_SEAMS[name])
+
+
+def test_what_cannot_be_imported_here_is_read():
+    """FA3's backend needs a library of kernels; what the source says is compared."""
+    import ast
+    from importlib.util import find_spec
+
+    from sglang_kvshare.engine.seams import BACKEND_SEAMS
+
+    for seam in BACKEND_SEAMS["fa3"]:
+        module, kind, method = seam.symbol.rsplit(".", 2)
+        place = Path(find_spec("sglang").origin).parents[1].joinpath(*module.split("."))
+        tree = ast.parse(place.with_suffix(".py").read_text())
+        [found] = [
+            function
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == kind
+            for function in node.body
+            if isinstance(function, ast.FunctionDef) and function.name == method
+        ]
+        assert ", ".join(arg.arg for arg in found.args.args) == seam.parameters
 
 
 def test_every_hook_and_every_override_has_a_seam():

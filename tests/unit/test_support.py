@@ -55,6 +55,10 @@ SERVED = SimpleNamespace(
     is_embedding=False,
     model_impl="auto",
     use_ray=False,
+    attention_backend="torch_native",
+    prefill_attention_backend=None,
+    decode_attention_backend=None,
+    enable_mis=False,
 )
 #: (argument, value, what the sentence must name). Every refusal has at least one.
 ARGUMENTS = (
@@ -77,6 +81,10 @@ ARGUMENTS = (
     ("radix_eviction_policy", "tlru", "tlru"),
     ("enable_hisparse", True, "HiSparse"),
     ("enable_unified_memory", True, "--enable-unified-memory"),
+    ("attention_backend", "intel_amx", "--attention-backend"),
+    ("prefill_attention_backend", "fa4", "--prefill-attention-backend"),
+    ("decode_attention_backend", "trtllm_mha", "--decode-attention-backend"),
+    ("enable_mis", True, "--enable-mis"),
     ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
     ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
     ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache"),
