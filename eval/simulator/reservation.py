@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from kvshare_eval.simulator.requests import Requests
-from kvshare_eval.simulator.settings import Flags
+from kvshare_eval.simulator.settings import Flags, Side
 from sglang_kvshare.scheduling.jobs import Running
 from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimate, confidence_at
 from sglang_kvshare.scheduling.parts import SchedulingParts
@@ -282,3 +282,13 @@ class LedgerReservation:
 
     def idle(self) -> None:
         pass
+
+
+def reservation_of(
+    side: Side, flags: Flags, parts: SchedulingParts, requests: Requests
+) -> Reservation:
+    """The one of a side. Stock's is given estimates only where victims are chosen by them."""
+    lengths = Lengths(requests, parts)
+    if side.reserve == "estimate":
+        return LedgerReservation(requests, parts, lengths)
+    return StockReservation(requests, flags, lengths if side.victims == "slo" else None)
