@@ -66,6 +66,8 @@ class Machine:
         if len(requests) and int(requests.max_new.max()) > CLIP_MAX_NEW_TOKENS:
             raise EvalError(f"max_new: the most that is simulated is {CLIP_MAX_NEW_TOKENS}")
         self._jumps, self._check = jumps, check
+        if not side.apart:
+            requests = requests.of_one()
         # Of a trace that numbers blocks by all that stands before them, equal content elsewhere
         # cannot be seen.
         elsewhere = side.reuse and bool(requests.blocks) and not requests.chained

@@ -74,7 +74,7 @@ class Lengths:
     def of(self, i: int) -> LengthEstimate:
         if i not in self._told:
             requests = self._requests
-            asked = Asked("", int(requests.prompt[i]), int(requests.max_new[i]))
+            asked = Asked(requests.namespace(i), int(requests.prompt[i]), int(requests.max_new[i]))
             self._told[i] = asked, self._estimator.estimate(asked, self.confidence)
         return self._told[i][1]
 

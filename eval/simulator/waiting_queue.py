@@ -70,6 +70,7 @@ class WaitingQueue:
             prompt_tokens=fill_tokens,
             ttft_slo_ms=self._requests.ttft_slo_ms,
             preemptions=preemptions,
+            namespace=self._requests.namespace(i).encode(),
         )
         if preemptions and self._side.own_order:
             # It keeps its place: those that came later stand behind it.
