@@ -17,7 +17,18 @@ from kvshare_eval.command_line import plain_command
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import told
 from kvshare_eval.run_dir import RunDir, load_run
-from kvshare_eval.simulator.costs import load_costs, presets
+from kvshare_eval.simulator.cli_options import (
+    Count,
+    Data,
+    Experiment,
+    Preset,
+    Rate,
+    Seed,
+    Sides,
+    Workload,
+    with_experiment,
+)
+from kvshare_eval.simulator.costs import load_costs
 from kvshare_eval.simulator.experiments import (
     Laboratory,
     Run,
@@ -27,11 +38,9 @@ from kvshare_eval.simulator.experiments import (
     to_record,
 )
 from kvshare_eval.simulator.results import Outcome
-from kvshare_eval.simulator.settings import PARTS, Flags, side_named
+from kvshare_eval.simulator.settings import Flags, side_named
 from kvshare_eval.simulator.tables import against_table, outcomes_table, sweep_text, table
-from kvshare_eval.simulator.workloads import described, make_workload
-
-NONE = "none"
+from kvshare_eval.simulator.workloads import make_workload
 
 simulate = typer.Typer(
     name="simulate",
@@ -40,120 +49,32 @@ simulate = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_Workload = Annotated[str, typer.Option(help=f"NAME:option=value,... {described()}")]
-_Requests = Annotated[int, typer.Option(min=1, help="Requests of a run.")]
-_Rate = Annotated[float, typer.Option(min=0.0, help="Mean arrivals a second; 0: the workload's.")]
-_Costs = Annotated[
-    str, typer.Option(help=f"Preset ({', '.join(presets())}) or a file of `calibrate`.")
-]
-_Sides = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="stock, lpm, kvshare, kvshare-PART, stock+PART, each with :setting=value,...; "
-        f"parts: {', '.join(PARTS)}. May be repeated. Default: stock and kvshare."
-    ),
-]
-_Pool = Annotated[int | None, typer.Option(help="KV slots. Default: the preset's.")]
-_Running = Annotated[int | None, typer.Option(help="As --max-running-requests of the server.")]
-_Chunk = Annotated[int | None, typer.Option(help="As --chunked-prefill-size; 0: no chunks.")]
-_Ttft = Annotated[str, typer.Option(help="TTFT SLO of every request in ms, or 'none'.")]
-_Tbt = Annotated[str, typer.Option(help="TBT SLO of every request in ms, or 'none'.")]
-_Repeats = Annotated[int, typer.Option(min=1, help="Seeds.")]
-_Seed = Annotated[int, typer.Option(help="The first seed.")]
-_Data = Annotated[Path | None, typer.Option(help="Folder with traces.")]
-_Jobs = Annotated[int, typer.Option(min=1, help="Processes.")]
-_Out = Annotated[
-    Path | None, typer.Option(help="Run directory that keeps every outcome, and is gone on with.")
-]
 _Url = Annotated[str, typer.Option(help="Address of a running SGLang server that is idle.")]
 
 
 @simulate.command()
 @told()
-def run(
-    workload: _Workload = "azure-conv",
-    requests: _Requests = 100_000,
-    rate: _Rate = 0.0,
-    costs: _Costs = "h100-llama-3.1-8b",
-    side: _Sides = None,
-    pool_tokens: _Pool = None,
-    max_running: _Running = None,
-    chunked_prefill_size: _Chunk = None,
-    slo_ttft_ms: _Ttft = "2000",
-    slo_tbt_ms: _Tbt = "100",
-    repeats: _Repeats = 1,
-    seed: _Seed = 1,
-    data: _Data = None,
-    jobs: _Jobs = 1,
-    out: _Out = None,
-) -> None:
+@with_experiment
+def run(experiment: Experiment, rate: Rate = 0.0, side: Sides = None) -> None:
     """Simulate sides at one load, and compare them with the first."""
-    sides = _sides(side)
-    setup = _setup(
-        workload,
-        requests,
-        costs,
-        pool_tokens,
-        max_running,
-        chunked_prefill_size,
-        slo_ttft_ms,
-        slo_tbt_ms,
-        data,
-    )
-    _compare(setup, sides, rate, range(seed, seed + repeats), jobs, out)
+    _compare(experiment, _sides(side), rate)
 
 
 @simulate.command()
 @told()
-def ablate(
-    workload: _Workload = "azure-conv",
-    requests: _Requests = 100_000,
-    rate: _Rate = 0.0,
-    costs: _Costs = "h100-llama-3.1-8b",
-    pool_tokens: _Pool = None,
-    max_running: _Running = None,
-    chunked_prefill_size: _Chunk = None,
-    slo_ttft_ms: _Ttft = "2000",
-    slo_tbt_ms: _Tbt = "100",
-    repeats: _Repeats = 1,
-    seed: _Seed = 1,
-    data: _Data = None,
-    jobs: _Jobs = 1,
-    out: _Out = None,
-) -> None:
+@with_experiment
+def ablate(experiment: Experiment, rate: Rate = 0.0) -> None:
     """Stock, all of KVShare's parts, all but each, and each alone."""
-    setup = _setup(
-        workload,
-        requests,
-        costs,
-        pool_tokens,
-        max_running,
-        chunked_prefill_size,
-        slo_ttft_ms,
-        slo_tbt_ms,
-        data,
-    )
-    _compare(setup, ablation_sides(), rate, range(seed, seed + repeats), jobs, out)
+    _compare(experiment, ablation_sides(), rate)
 
 
 @simulate.command(name="sweep")
 @told()
+@with_experiment
 def sweep_loads(
-    workload: _Workload = "azure-conv",
-    requests: _Requests = 100_000,
+    experiment: Experiment,
     rate: Annotated[float, typer.Option(min=0.001, help="Where the search begins.")] = 8.0,
-    costs: _Costs = "h100-llama-3.1-8b",
-    side: _Sides = None,
-    pool_tokens: _Pool = None,
-    max_running: _Running = None,
-    chunked_prefill_size: _Chunk = None,
-    slo_ttft_ms: _Ttft = "2000",
-    slo_tbt_ms: _Tbt = "100",
-    repeats: _Repeats = 1,
-    seed: _Seed = 1,
-    data: _Data = None,
-    jobs: _Jobs = 1,
-    out: _Out = None,
+    side: Sides = None,
 ) -> None:
     """Find the load at which the first side meets half of its SLOs, and what each stands at 90 %.
 
@@ -161,20 +82,9 @@ def sweep_loads(
     both SLOs.
     """
     sides = _sides(side)
-    setup = _setup(
-        workload,
-        requests,
-        costs,
-        pool_tokens,
-        max_running,
-        chunked_prefill_size,
-        slo_ttft_ms,
-        slo_tbt_ms,
-        data,
-    )
-    with _laboratory(setup, jobs, out) as laboratory:
-        seeds = range(seed, seed + repeats)
-        found = sweep(laboratory, setup, sides, seeds, rate, base=sides[0])
+    setup = experiment.setup()
+    with _laboratory(setup, experiment.jobs, experiment.out) as laboratory:
+        found = sweep(laboratory, setup, sides, experiment.seeds, rate, base=sides[0])
     typer.echo(sweep_text(found, sides[0]))
 
 
@@ -230,13 +140,13 @@ def calibrate(
 @told()
 def validate(
     url: _Url,
-    costs: _Costs = "this-cpu",
-    workload: _Workload = "plain:prompt=256,prompt_sigma=0.5,output=24,output_sigma=0.5",
-    requests: _Requests = 40,
+    costs: Preset = "this-cpu",
+    workload: Workload = "plain:prompt=256,prompt_sigma=0.5,output=24,output_sigma=0.5",
+    requests: Count = 40,
     rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals a second.")] = 0.5,
     side: Annotated[str, typer.Option(help="What the server runs.")] = "stock",
-    seed: _Seed = 1,
-    data: _Data = None,
+    seed: Seed = 1,
+    data: Data = None,
 ) -> None:
     """Send a small workload to a server, simulate the same one, and show both.
 
@@ -268,38 +178,10 @@ def validate(
         raise typer.Exit(1)
 
 
-def _setup(
-    workload: str,
-    requests: int,
-    costs: str,
-    pool_tokens: int | None,
-    max_running: int | None,
-    chunk: int | None,
-    slo_ttft_ms: str,
-    slo_tbt_ms: str,
-    data: Path | None,
-) -> Setup:
-    machine = load_costs(costs)
-    flags = Flags.of(
-        machine,
-        pool_tokens=pool_tokens,
-        max_running=max_running,
-        chunked_prefill_tokens=chunk,
-    )
-    ttft, tbt = _limit("--slo-ttft-ms", slo_ttft_ms), _limit("--slo-tbt-ms", slo_tbt_ms)
-    return Setup(workload, requests, data, machine, flags, ttft, tbt)
-
-
-def _compare(
-    setup: Setup,
-    sides: Sequence[str],
-    rate: float,
-    seeds: Sequence[int],
-    jobs: int,
-    out: Path | None,
-) -> None:
-    with _laboratory(setup, jobs, out) as laboratory:
-        runs = [Run(setup, side, rate, seed) for side in sides for seed in seeds]
+def _compare(experiment: Experiment, sides: Sequence[str], rate: float) -> None:
+    setup = experiment.setup()
+    with _laboratory(setup, experiment.jobs, experiment.out) as laboratory:
+        runs = [Run(setup, side, rate, seed) for side in sides for seed in experiment.seeds]
         results = laboratory.all(runs)
     by_side = {
         side: [result for run, result in zip(runs, results, strict=True) if run.side == side]
@@ -361,18 +243,6 @@ def _sides(given: list[str] | None) -> list[str]:
     for side in sides:
         side_named(side)
     return sides
-
-
-def _limit(option: str, text: str) -> float | None:
-    if text == NONE:
-        return None
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = -1.0
-    if not 0 < limit < float("inf"):
-        raise EvalError(f"{option} {text}: write milliseconds above 0, or {NONE}")
-    return limit
 
 
 def _ints(text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ class Requests:
             anywhere.
         ignore_eos: the bound is the length, and the scheduler knows (SGLang reserves it whole).
         ttft_slo_ms, tbt_slo_ms: that all requests have; ``None`` for no bound.
+        namespaces: whose each is; empty: all belong to one. Their contents must differ where they
+            are not to share what is cached.
     """
 
     name: str
@@ -46,10 +48,14 @@ class Requests:
     ignore_eos: bool = False
     ttft_slo_ms: float | None = None
     tbt_slo_ms: float | None = None
-    namespaces: Sequence[str] = field(default=())
+    namespaces: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    def namespace(self, i: int) -> str:
+        """Empty where all belong to one."""
+        return self.namespaces[i] if self.namespaces else ""
 
     @property
     def rate(self) -> float:
@@ -75,6 +81,10 @@ class Requests:
         if len(self) / rate * 1e12 > _MOST_PS:
             raise EvalError(f"{len(self)} requests at {rate:g} a second take too long to count")
         return self.faster(rate / self.rate)
+
+    def of_one(self) -> Requests:
+        """The same, as if one had sent all. What they share is told by their contents alone."""
+        return replace(self, namespaces=())
 
     def with_slo(self, ttft_ms: float | None, tbt_ms: float | None) -> Requests:
         return replace(self, ttft_slo_ms=ttft_ms, tbt_slo_ms=tbt_ms)

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from kvshare_eval.simulator.requests import Requests
-from kvshare_eval.simulator.settings import Flags
+from kvshare_eval.simulator.settings import Flags, Side
 from sglang_kvshare.scheduling.jobs import Running
 from sglang_kvshare.scheduling.length_estimate import Asked, LengthEstimate, confidence_at
 from sglang_kvshare.scheduling.parts import SchedulingParts
@@ -74,7 +74,7 @@ class Lengths:
     def of(self, i: int) -> LengthEstimate:
         if i not in self._told:
             requests = self._requests
-            asked = Asked("", int(requests.prompt[i]), int(requests.max_new[i]))
+            asked = Asked(requests.namespace(i), int(requests.prompt[i]), int(requests.max_new[i]))
             self._told[i] = asked, self._estimator.estimate(asked, self.confidence)
         return self._told[i][1]
 
@@ -282,3 +282,13 @@ class LedgerReservation:
 
     def idle(self) -> None:
         pass
+
+
+def reservation_of(
+    side: Side, flags: Flags, parts: SchedulingParts, requests: Requests
+) -> Reservation:
+    """The one of a side. Stock's is given estimates only where victims are chosen by them."""
+    lengths = Lengths(requests, parts)
+    if side.reserve == "estimate":
+        return LedgerReservation(requests, parts, lengths)
+    return StockReservation(requests, flags, lengths if side.victims == "slo" else None)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvshare_eval.simulator.costs import PS_PER_MS
-from kvshare_eval.simulator.machine import Felt
+from kvshare_eval.simulator.felt import Felt
 from kvshare_eval.simulator.requests import Requests
 
 NAN = float("nan")

@@ -61,6 +61,8 @@ class Side:
             ``--prefill-decode-interval 1``; else the next prefill may come first.
         reuse: blocks at any place of the namespace are reused; else exact prefixes only.
         recompute_ratio: of the rows of reused blocks so many are computed all the same.
+        apart: whether tenants are told apart by the order and by length estimates, as a server
+            does; off shows what that costs. Their KV is not shared in any case.
     """
 
     name: str = "stock"
@@ -79,6 +81,7 @@ class Side:
     decode_between: bool = True
     reuse: bool = False
     recompute_ratio: float = 0.15
+    apart: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -19,17 +19,10 @@ _COPY_TOKENS = (16, 256, 4096)
 def parts_of(side: Side, flags: Flags, costs: Costs, requests: Requests) -> SchedulingParts:
     """One of each part; the order is never ``None`` here, but may be stock's."""
     host = side.host_pool_tokens
-    settings = ScheduleSettings(
+    settings = ScheduleSettings.of(
+        side,
         schedule=side.order if side.own_order else "stock",
-        most_bypasses=side.most_bypasses,
-        hold_ms=side.hold_ms,
-        reserve=side.reserve,
-        lookahead_steps=side.lookahead_steps,
-        confidence=side.length_confidence,
-        confidence_slope=side.length_confidence_slope,
-        victims=side.victims,
         preempt=side.preempt,
-        most_preemptions=side.most_preemptions,
         host_pool_tokens=flags.pool_tokens if host < 0 else host,
         ttft_slo_ms=math.inf if requests.ttft_slo_ms is None else requests.ttft_slo_ms,
         tbt_slo_ms=math.inf if requests.tbt_slo_ms is None else requests.tbt_slo_ms,

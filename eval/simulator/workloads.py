@@ -57,6 +57,7 @@ def rag(
     pool: int = 2000,
     zipf: float = 1.0,
     cold: float = 0.0,
+    tenants: int = 1,
     output: int = 64,
     output_sigma: float = 0.5,
     max_new: int = 256,
@@ -66,14 +67,29 @@ def rag(
     A prompt has ``least_passages`` to ``passages`` different ones, drawn with weights
     1 / rank^``zipf``, then shuffled; a share ``cold`` of the prompts has passages of its own, that
     nobody asks about again. Answers are log-normal around ``output``.
+
+    Each request is that of one of ``tenants``, all alike. Every tenant has a pool of its own, the
+    same number of passages with the same popularity, so that nobody finds what another has cached:
+
+        tenant     0             1                 2
+        content    1 ... pool    ... 2 * pool      ... 3 * pool     then what is asked only once
+
+    With the same seed requests differ in nothing else from those of one tenant.
+
+    Raises:
+        EvalError: fewer than one tenant.
     """
+    if tenants < 1:
+        raise EvalError(f"tenants={tenants}: the least is 1")
     rng = np.random.default_rng(seed)
+    # A stream of its own: what else is drawn does not depend on how many tenants there are.
+    whose = np.random.default_rng((seed, 1)).integers(tenants, size=count).tolist()
     weights = 1 / np.arange(1, pool + 1) ** zipf
     edges = np.cumsum(weights / weights.sum())
     many = rng.integers(least_passages, passages + 1, size=count)
     blocks: list[tuple[int, ...]] = []
-    unique = pool + 1
-    for wanted in many.tolist():
+    unique = tenants * pool + 1
+    for tenant, wanted in zip(whose, many.tolist(), strict=True):
         if rng.random() < cold:
             blocks.append(tuple(range(unique, unique + wanted + 1)))
             unique += wanted + 1
@@ -82,7 +98,7 @@ def rag(
         while len(drawn) < wanted:
             drawn[int(np.searchsorted(edges, rng.random(), side="right"))] = None
         order = rng.permutation(list(drawn)).tolist()
-        blocks.append((*(one + 1 for one in order), unique))
+        blocks.append((*(tenant * pool + one + 1 for one in order), unique))
         unique += 1
     outputs = _lognormal(rng, output, output_sigma, count, max_new)
     return Requests(
@@ -94,6 +110,7 @@ def rag(
         blocks=blocks,
         block_tokens=passage_tokens,
         chained=False,
+        namespaces=[f"tenant-{one}" for one in whose] if tenants > 1 else (),
     )
 
 

@@ -72,19 +72,12 @@ def build_schedule(
 
 def settings_of(config: KVShareConfig, *, isolated: bool = False) -> ScheduleSettings:
     """The part of the configuration that is about scheduling."""
-    return ScheduleSettings(
+    return ScheduleSettings.of(
+        config,
         schedule=config.schedule,
-        most_bypasses=config.most_bypasses,
-        hold_ms=config.hold_ms,
-        reserve=config.reserve,
-        lookahead_steps=config.lookahead_steps,
-        confidence=config.length_confidence,
-        confidence_slope=config.length_confidence_slope,
-        isolated_lengths=isolated,
-        victims=config.victims,
         # Copies have an owner of their own, who knows what they take.
         preempt="recompute",
-        most_preemptions=config.most_preemptions,
+        isolated_lengths=isolated,
         ttft_slo_ms=config.ttft_slo_ms,
         tbt_slo_ms=config.tbt_slo_ms,
     )

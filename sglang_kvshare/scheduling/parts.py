@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglang_kvshare.scheduling.holding import Holder
 from sglang_kvshare.scheduling.host_pool import HostPool
@@ -25,6 +26,28 @@ SCHEDULES = ("hit-rate", "effective-cost", "fcfs", "stock")
 RESERVES = ("estimate", "stock")
 VICTIMS = ("slo", "stock")
 PREEMPTS = ("auto", "swap", "recompute", "stock")
+
+
+class Configured(Protocol):
+    """What the configuration of a server and a side of the simulator say in the same words; see
+    :class:`ScheduleSettings`."""
+
+    @property
+    def most_bypasses(self) -> int: ...
+    @property
+    def hold_ms(self) -> float: ...
+    @property
+    def reserve(self) -> str: ...
+    @property
+    def lookahead_steps(self) -> int: ...
+    @property
+    def length_confidence(self) -> float: ...
+    @property
+    def length_confidence_slope(self) -> float: ...
+    @property
+    def victims(self) -> str: ...
+    @property
+    def most_preemptions(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,9 @@ class ScheduleSettings:
         host_pool_tokens: that swapped requests may take in host memory.
         ttft_slo_ms: default; infinite for none.
         tbt_slo_ms: default; infinite for none.
+
+    Raises:
+        ValueError: a name that is none of the allowed ones.
     """
 
     schedule: str = "hit-rate"
@@ -74,6 +100,40 @@ class ScheduleSettings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
                 )
+
+    @classmethod
+    def of(
+        cls,
+        configured: Configured,
+        *,
+        schedule: str,
+        preempt: str,
+        ttft_slo_ms: float,
+        tbt_slo_ms: float,
+        host_pool_tokens: int = 0,
+        isolated_lengths: bool = True,
+    ) -> ScheduleSettings:
+        """What ``configured`` says, and beside it what its owner has to say itself.
+
+        Raises:
+            ValueError: a name that is none of the allowed ones.
+        """
+        return cls(
+            schedule=schedule,
+            most_bypasses=configured.most_bypasses,
+            hold_ms=configured.hold_ms,
+            reserve=configured.reserve,
+            lookahead_steps=configured.lookahead_steps,
+            confidence=configured.length_confidence,
+            confidence_slope=configured.length_confidence_slope,
+            isolated_lengths=isolated_lengths,
+            victims=configured.victims,
+            preempt=preempt,
+            most_preemptions=configured.most_preemptions,
+            host_pool_tokens=host_pool_tokens,
+            ttft_slo_ms=ttft_slo_ms,
+            tbt_slo_ms=tbt_slo_ms,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.scheduling.parts import ScheduleSettings, build_parts
 
 pytestmark = pytest.mark.unit
@@ -29,3 +30,40 @@ def test_stock_everywhere():
 def test_a_wrong_name_is_told_with_those_that_are_right(name):
     with pytest.raises(ValueError, match=rf"{name}='best': allowed are .*stock"):
         ScheduleSettings(**{name: "best"})
+
+
+def test_a_configuration_says_what_the_settings_of_its_names_are():
+    """Values that differ from every default, so that one that is not passed on shows."""
+    config = KVShareConfig(
+        most_bypasses=7,
+        hold_ms=11.0,
+        reserve="stock",
+        lookahead_steps=5,
+        length_confidence=0.7,
+        length_confidence_slope=0.02,
+        victims="stock",
+        most_preemptions=9,
+    )
+    made = ScheduleSettings.of(
+        config, schedule="fcfs", preempt="swap", ttft_slo_ms=1.0, tbt_slo_ms=2.0, host_pool_tokens=3
+    )
+    assert made == ScheduleSettings(
+        schedule="fcfs",
+        most_bypasses=7,
+        hold_ms=11.0,
+        reserve="stock",
+        lookahead_steps=5,
+        confidence=0.7,
+        confidence_slope=0.02,
+        isolated_lengths=True,
+        victims="stock",
+        preempt="swap",
+        most_preemptions=9,
+        host_pool_tokens=3,
+        ttft_slo_ms=1.0,
+        tbt_slo_ms=2.0,
+    )
+    with pytest.raises(ValueError, match="preempt='best'"):
+        ScheduleSettings.of(
+            config, schedule="fcfs", preempt="best", ttft_slo_ms=1.0, tbt_slo_ms=2.0
+        )

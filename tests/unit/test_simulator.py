@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.simulator.costs import PS_PER_MS, Costs, load_costs, presets
-from kvshare_eval.simulator.machine import Felt, Machine
+from kvshare_eval.simulator.felt import Felt
+from kvshare_eval.simulator.machine import Machine
 from kvshare_eval.simulator.requests import Requests
 from kvshare_eval.simulator.results import outcome
 from kvshare_eval.simulator.settings import PARTS, Flags, side_named
@@ -82,9 +83,9 @@ def run(
     )
     felt = machine.run()
     # Whatever happened, everything is given back.
-    assert machine.cache.free == machine.flags.pool_tokens
+    assert machine.cache.free == machine.cache.capacity
     assert machine.cache.private == machine.cache.locked == machine.link.tokens_out == 0
-    assert machine._parts.host_pool.used_tokens == 0
+    assert machine.host_pool.used_tokens == 0
     return felt
 
 

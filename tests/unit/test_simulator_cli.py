@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import typer
 from serving_stub import Stub
 from typer.testing import CliRunner, Result
 
 from kvshare_eval.cli import app
+from kvshare_eval.simulator.cli_options import Experiment
 from kvshare_eval.simulator.costs import load_costs
 
 pytestmark = pytest.mark.unit
@@ -56,6 +59,17 @@ def test_the_ablation_has_every_part_off_and_alone() -> None:
     assert got.exit_code == 0, got.output
     assert all(f"`kvshare-{part}`" in got.stdout for part in ("order", "reserve", "hold"))
     assert all(f"`stock+{part}`" in got.stdout for part in ("victims", "preempt", "budget"))
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [("run", {"side"}), ("ablate", set()), ("sweep", {"side"})]
+)
+def test_experiments_have_the_same_options(command: str, own: set[str]) -> None:
+    group = typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
+    found = {option.name: option for option in group.commands[command].params}
+    common = {field.name: field.default for field in dataclasses.fields(Experiment)}
+    assert set(found) - {"help"} == {"rate", *own, *common}
+    assert {name: found[name].default for name in common} == common
 
 
 @pytest.mark.parametrize(

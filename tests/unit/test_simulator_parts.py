@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvshare_eval.simulator.calibrate import Point, _fitted
 from kvshare_eval.simulator.copies import Link
 from kvshare_eval.simulator.costs import PS_PER_MS, load_costs
+from kvshare_eval.simulator.decode_batch import steps_until
 from kvshare_eval.simulator.experiments import ablation_sides, against, rate_at
 from kvshare_eval.simulator.gaps import GapHistogram, LargestSince
 from kvshare_eval.simulator.kv_cache import KvCache, Node
-from kvshare_eval.simulator.machine import _steps_until
 from kvshare_eval.simulator.results import Outcome
 
 pytestmark = pytest.mark.unit
@@ -70,9 +70,12 @@ def test_the_fewest_steps_that_take_so_long(span: int, first: int, rise: int) ->
         return steps * first + rise * (steps * (steps - 1) // 2)
 
     most = -(-span // first)
-    steps = _steps_until(span, first, rise, took, most)
+    steps = steps_until(span, first, rise, most)
     assert took(steps) >= span
     assert steps == 1 or took(steps - 1) < span
+    # No more than are allowed, even where these do not take so long.
+    fewer = max(1, steps // 2)
+    assert steps_until(span, first, rise, fewer) == fewer
 
 
 class CacheMachine(RuleBasedStateMachine):
