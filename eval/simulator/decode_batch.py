@@ -139,42 +139,50 @@ class DecodeBatch:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def steps(self, now_ps: int, event_ps: int | None) -> int:
-        """How many can be taken at once.
+    def decode(self, now_ps: int, event_ps: int | None, *, jumps: bool) -> tuple[int, int]:
+        """Take a step, or as many as nothing can happen in. Memory is there for one.
 
         Args:
             event_ps: the step that ends then, or first after it, is the last of them; ``None``
                 for no event.
-        """
-        steps = self._next_finish() - self._step
-        size, reservation = self.size, self._reservation
-        need = size * reservation.lookahead_steps
-        steps = min(steps, (self._cache.available - need) // size + 1)
-        due = reservation.steps_to_due()
-        if due is not None:
-            steps = min(steps, due)
-        if event_ps is not None:
-            first, rise = self._first_and_rise_ps()
-            steps = steps_until(event_ps - now_ps, first, rise, steps)
-        return max(1, steps)
+            jumps: whether there may be more than one.
 
-    def take_steps(self, now_ps: int, steps: int) -> int:
-        """Decode so often; when the last step ends. Memory must be there for all."""
+        Returns:
+            How many were taken, and when the last one ends.
+        """
         felt, size = self._felt, self.size
-        self._cache.take(steps * size)
-        first, rise = self._first_and_rise_ps()
+        floor, request, context = self._decode_ps
+        # The first step, and by how much each takes longer than the one before.
+        first = floor + request * size + context * (self.context_tokens + size)
+        rise = context * size
+        steps = self._steps(None if event_ps is None else event_ps - now_ps, first, rise, jumps)
         then = now_ps + steps_ps(steps, first, rise)
+        grown = steps * size
+        self._cache.take(grown)
         self._first_gaps(now_ps + first)
         if steps > 1:
             felt.gaps.add_run(first + rise, rise, steps - 1, size)
             self._shared.add(self._step + steps, first + rise * (steps - 1))
         self._step_end_ps = then
         self._step += steps
-        self.context_tokens += steps * size
-        self.left_tokens -= steps * size
+        self.context_tokens += grown
+        self.left_tokens -= grown
         felt.steps += steps
-        felt.tokens += steps * size
-        return then
+        felt.tokens += grown
+        return steps, then
+
+    def _steps(self, span: int | None, first: int, rise: int, jumps: bool) -> int:
+        if not jumps:
+            return 1
+        size, reservation = self.size, self._reservation
+        need = size * reservation.lookahead_steps
+        steps = min(self._next_finish() - self._step, (self._cache.available - need) // size + 1)
+        due = reservation.steps_to_due()
+        if due is not None:
+            steps = min(steps, due)
+        if span is not None:
+            steps = steps_until(span, first, rise, steps)
+        return max(1, steps)
 
     def end_finished(self) -> None:
         """Those whose last token the last step has brought."""
@@ -184,12 +192,6 @@ class DecodeBatch:
             if self._ends_at(i) == at:
                 self.leave(i)
                 self.end(i)
-
-    def _first_and_rise_ps(self) -> tuple[int, int]:
-        """Of the next step, and by how much each takes longer than the one before."""
-        floor, request, context = self._decode_ps
-        size = self.size
-        return floor + request * size + context * (self.context_tokens + size), context * size
 
     def _first_gaps(self, end_ps: int) -> None:
         """Of the next step, whose requests got their last token at different times."""

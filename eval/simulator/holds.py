@@ -11,13 +11,9 @@ from sglang_kvshare.scheduling.jobs import Waiting
 
 
 class Holds:
-    """What KVShare's holder is asked and told.
+    """What KVShare's holder is asked and told."""
 
-    Args:
-        holder: ``None`` where nobody is ever held.
-    """
-
-    def __init__(self, holder: Holder | None, contents: Contents, costs: Costs) -> None:
+    def __init__(self, holder: Holder, contents: Contents, costs: Costs) -> None:
         self._holder = holder
         self._contents = contents
         self._costs = costs
@@ -31,7 +27,7 @@ class Holds:
             prefix: tokens of these.
         """
         holder, contents = self._holder, self._contents
-        if holder is None or not len(holder):
+        if not len(holder):
             return False
         keys = contents.keys(one.number, known)
         # What is computed now: at any place where that can be taken, else in a common prefix.
@@ -50,10 +46,8 @@ class Holds:
 
     def begins(self, i: int, known: int) -> None:
         """Its prefill was chosen, and computes what lies behind its ``known`` first blocks."""
-        if self._holder is not None:
-            self._holder.begins(str(i), self._contents.keys(i, known))
+        self._holder.begins(str(i), self._contents.keys(i, known))
 
     def ended(self, i: int) -> None:
         """Its prefill is done, and can be taken."""
-        if self._holder is not None:
-            self._holder.ended(str(i))
+        self._holder.ended(str(i))

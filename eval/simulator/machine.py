@@ -78,7 +78,9 @@ class Machine:
         contents = Contents(requests, cache, elsewhere=elsewhere)
         holdings = Holdings(requests, contents, cache, flags.pool_tokens)
         reservation = reservation_of(side, flags, parts, requests)
-        holds = Holds(parts.holder if side.hold_ms > 0 else None, contents, costs)
+        holds = None
+        if parts.holder is not None and side.hold_ms > 0:
+            holds = Holds(parts.holder, contents, costs)
         swaps = Swaps(link, parts, side, costs)
         batch = DecodeBatch(holdings, reservation, cache, costs, felt)
         assert parts.order is not None
@@ -167,10 +169,9 @@ class Machine:
         now = self._now_ps = self._preemption.make_room(self._now_ps)
         if not batch.size:
             return
-        steps = 1
-        if self._jumps and not self._prefill.wanted:
-            steps = batch.steps(now, self._next_event_ps())
-        self._now_ps = batch.take_steps(now, steps)
+        jumps = self._jumps and not self._prefill.wanted
+        event_ps = self._next_event_ps() if jumps else None
+        steps, self._now_ps = batch.decode(now, event_ps, jumps=jumps)
         self._reservation.stepped(steps, self._preemption.decays(steps))
         self.felt.note_held(self.cache.locked + self.cache.private)
         batch.end_finished()

@@ -82,7 +82,12 @@ class _Chosen:
 
 
 class Prefill:
-    """Chooses prefill batches and runs them."""
+    """Chooses prefill batches and runs them.
+
+    Args:
+        holds: ``None`` where nobody is ever held.
+        tbt_slo_ms: of those that decode.
+    """
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class Prefill:
         holdings: Holdings,
         contents: Contents,
         cache: KvCache,
-        holds: Holds,
+        holds: Holds | None,
         swaps: Swaps,
         preemption: Preemption,
         reservation: Reservation,
@@ -124,7 +129,7 @@ class Prefill:
     @property
     def wanted(self) -> bool:
         """Whether the next pass would choose anew, and not find the batch full."""
-        return self._chunked is not None or (not self._batch.full and len(self._queue) > 0)
+        return self._chunked is not None or (not self._batch.full and bool(self._queue))
 
     def run(self, now_ps: int) -> int | None:
         """A prefill batch, if there is one.
@@ -135,7 +140,7 @@ class Prefill:
         batch = self._batch
         if not batch.size:
             batch.full = False
-        if not self.wanted:
+        if (batch.full or not self._queue) and self._chunked is None:
             return None
         if self._decode_next:
             self._decode_next = False
@@ -204,7 +209,10 @@ class Prefill:
         path = self._contents.matched(i)
         known = len(path)
         prefix = min(sum(node.tokens for node in path), fill - 1)
-        if self._holds.holds(self._queue[i], held.prompt_tokens[i], known, prefix, now_ps):
+        holds = self._holds
+        if holds is not None and holds.holds(
+            self._queue[i], held.prompt_tokens[i], known, prefix, now_ps
+        ):
             return _Verdict.HELD
         before = cache.evictable
         cache.lock(path)
@@ -224,7 +232,8 @@ class Prefill:
             now_rows = chosen.limit_rows
             taken = max(1, extend * now_rows // rows)
         reservation.admitted(i, extend, pinned, out, None if whole else taken)
-        self._holds.begins(i, known)
+        if holds is not None:
+            holds.begins(i, known)
         if self._felt.admitted_ps[i] < 0:
             self._felt.admitted_ps[i] = now_ps
             self._felt.prefix[i] = prefix
@@ -283,7 +292,8 @@ class Prefill:
             approximate = felt.reused[i] > 0
             if whole:
                 held.publish(i, held.prompt_tokens[i], approximate=approximate)
-                self._holds.ended(i)
+                if self._holds is not None:
+                    self._holds.ended(i)
                 self._batch.first_token(i, end_ps)
             else:
                 assert self._chunked is not None
