@@ -8,7 +8,12 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from server_configs import CONFIGS
+
+#: On a machine that does other things as well an example may take any time.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.hookimpl(optionalhook=True)
