@@ -44,7 +44,7 @@ class Case:
     num_warps: int
 
     def compile(self, capability: int) -> CompiledKernel:
-        """For an NVIDIA device of ``capability`` (80 for 8.0); from Triton's cache if it is there."""
+        """For an NVIDIA device of ``capability`` (80 for 8.0), or from Triton's cache."""
         names = self.kernel.arg_names
         signature = {name: self.arguments.get(name, "constexpr") for name in names}
         aligned = {
@@ -121,11 +121,12 @@ def _copies(capability: int) -> Iterator[Case]:
 
 def _scores(capability: int) -> Iterator[Case]:
     splits, _ = check_scores.splits_of(_TOKENS)
+    rows = _PROBES * _QUERY_HEADS // _KV_HEADS
     pools = (
         ("bf16", torch.bfloat16, "*bf16"),
-        ("bf16, pool e4m3", torch.float8_e4m3fn, "*fp8e4nv"),
+        ("bf16, pool e4m3", torch.float8_e4m3fn, "*u8"),
     )
-    for name, pool_dtype, pool in pools:
+    for name, pool_dtype, stored in pools:
         bits = pool_dtype.itemsize == 1 and capability < _FP8_CAPABILITY
         common = check_scores.constants(
             torch.bfloat16,
@@ -134,12 +135,9 @@ def _scores(capability: int) -> Iterator[Case]:
             _KV_HEADS,
             _DIM,
             _DIM,
-            _PROBES,
             bits,
             interpreted=False,
         )
-        # FP8 pointers have no type before 8.9; the kernel reads bytes.
-        stored = "*u8" if bits else pool
         tensors = {
             **dict.fromkeys(("query", "fresh_keys"), "*bf16"),
             "stored_keys": stored,
@@ -153,7 +151,7 @@ def _scores(capability: int) -> Iterator[Case]:
             f"check_scores normalisers {name}",
             check_scores.normalisers_kernel,
             {**tensors, **dict.fromkeys(("tokens", "split_tokens"), "i32")},
-            {**common, "BLOCK_KEYS": check_scores.BLOCK_KEYS},
+            {**common, **check_scores.normaliser_constants(rows)},
             check_scores.NUM_WARPS,
         )
         yield Case(
@@ -168,6 +166,6 @@ def _scores(capability: int) -> Iterator[Case]:
                 **dict.fromkeys(("value_stride", "count", "splits"), "i32"),
                 "value_scale": "fp32",
             },
-            {**common, **check_scores.score_constants(_DIM, splits)},
+            {**common, **check_scores.score_constants(rows, _DIM, splits)},
             check_scores.SCORE_WARPS,
         )

@@ -209,3 +209,24 @@ import sglang_kvshare.attention.kernels.check_scores, sglang_kvshare.attention.k
 assert not [n for n in sys.modules if n == "sglang" or n.startswith("sglang_kvshare.engine")]
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_what_is_timed_runs():
+    """With the references, on a CPU."""
+    from kvshare_eval.device.timed_cases import copy_case, mask_case, rows_case, score_case
+
+    cases = [
+        copy_case(32, layers=2, device="cpu"),
+        score_case(64, device="cpu"),
+        rows_case(20, 0.25, device="cpu"),
+        mask_case(40, 0.1, device="cpu"),
+    ]
+    for case in cases:
+        case.run(None)
+        case.run(False)
+    assert [case.moved_bytes for case in cases] == [
+        2 * 32 * 2 * 2 * 8 * 128 * 2,
+        5 * 64 * 8 * 128 * 2,
+        2 * 2 * 5 * 4096 * 2,
+        4 * 40 // 8 + 4 * 8,
+    ]

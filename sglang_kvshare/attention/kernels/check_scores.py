@@ -7,10 +7,10 @@
                of it is from what was just computed
 
 Two launches: the first finds what the probes' softmax divides by, from a read of every key; the
-second reads what is fresh and what is stored of each reused token once, for all that is told of it.
+second reads what is fresh and what is stored of each reused token once, for all that is told.
 Its definitions are those of ``attention/attention_mass.py`` and of the signals of
-``recompute/selectors``: DHD (arXiv 2503.16525) multiplies ``attention`` and ``value_l1``, CacheBlend
-(arXiv 2405.16444) takes ``value_l2``.
+``recompute/selectors``: DHD (arXiv 2503.16525) multiplies ``attention`` and ``value_l1``,
+CacheBlend (arXiv 2405.16444) takes ``value_l2``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_scores(
 
 
 def check_scores_reference(layer: CheckLayer, out: torch.Tensor) -> None:
-    """:func:`check_scores` in PyTorch: ``out`` is fp32 ``[5, reused]``, in the order of ``TOLD``."""
+    """:func:`check_scores` in PyTorch; ``out`` is fp32 ``[5, reused]``, ordered as ``TOLD``."""
     where = torch.nonzero(layer.fresh_rows >= 0).squeeze(1)
     running = layer.fresh_rows.index_select(0, where).long()
     keys = _stored(layer.stored_keys, layer.slots, layer.key_scale)

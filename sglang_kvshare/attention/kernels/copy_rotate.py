@@ -179,7 +179,7 @@ def copy_rotate_reference(
 
 def largest(dtype: torch.dtype) -> float:
     """A rotated key beyond it counts as infinite; FP8 saturates, so that only fp32 ends it."""
-    return torch.finfo(torch.float32 if dtype.itemsize == 1 else dtype).max
+    return float(torch.finfo(torch.float32 if dtype.itemsize == 1 else dtype).max)
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,11 @@ byte:
     bytes                                               11000111 10------    = 0xe3, 0x01
 
 Seam: FlashInfer 0.7.2, ``segment_packbits(..., bitorder="little")`` and
-``attention/variants.cuh``, which reads bit ``row * kv_length + key`` behind ``mask_indptr[request]``
-bytes. A trap there: ``BatchPrefillWithPagedKVCacheWrapper.plan`` given ``packed_custom_mask`` alone
-takes ``mask_indptr`` in bits where the kernel wants bytes, so that for more than one request
-``wrapper._mask_indptr_buf`` must be set to :attr:`PackedMask.indptr` after planning.
+``attention/variants.cuh``, which reads bit ``row * kv_length + key`` behind
+``mask_indptr[request]`` bytes. A trap there: ``BatchPrefillWithPagedKVCacheWrapper.plan`` given
+``packed_custom_mask`` alone takes ``mask_indptr`` in bits where the kernel wants bytes, so that for
+more than one request ``wrapper._mask_indptr_buf`` must be set to :attr:`PackedMask.indptr` after
+planning.
 """
 
 from __future__ import annotations

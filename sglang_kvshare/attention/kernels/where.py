@@ -21,7 +21,7 @@ def takes_kernel(tensor: torch.Tensor, asked: bool | None) -> bool:
         ValueError: the kernel is asked for and cannot run.
     """
     if asked is None:
-        return tensor.is_cuda
+        return bool(tensor.is_cuda)
     if asked and not tensor.is_cuda and not _interpreted():
         raise ValueError("a kernel runs on a CUDA device, or on a CPU under TRITON_INTERPRET=1")
     return asked

@@ -3,8 +3,8 @@
 Query rows of one key head are the probes times the query heads that share it, probe after probe:
 
     row         probe 0: head 0, head 1, .. | probe 1: head 0, ..
-    first       grid: splits of the keys  x  key heads  x  blocks of rows; of each row, the logarithm
-                of what its softmax divides by, over the keys of the split
+    first       grid: splits of the keys  x  key heads  x  blocks of rows; of each row, the
+                logarithm of what its softmax divides by, over the keys of the split
     second      grid: blocks of reused tokens; key head by key head: the differences, and the column
                 sums of the softmax, from logits that are computed again
 """
@@ -18,13 +18,20 @@ import triton
 import triton.language as tl
 
 from sglang_kvshare.attention.kernels.check_scores import TOLD, CheckLayer
-from sglang_kvshare.attention.kernels.device.numbers import FORMATS, UNSIGNED, by_bits, widened
+from sglang_kvshare.attention.kernels.device.numbers import (
+    FORMATS,
+    UNSIGNED,
+    as_bits,
+    by_bits,
+    widened,
+)
 
 #: Keys of a split at least, and splits at most: each block of tokens reads all of them.
 _SPLIT_TOKENS = 256
 _MOST_SPLITS = 32
-#: Rows, keys and reused tokens of a tile.
-BLOCK_ROWS, BLOCK_KEYS, BLOCK_TOKENS = 64, 64, 32
+#: Rows and keys of a tile of the first kernel; rows and reused tokens of one of the second.
+_BLOCK_ROWS, _BLOCK_KEYS = 64, 64
+_SCORE_BLOCK_ROWS, _BLOCK_TOKENS = 32, 32
 #: A product of matrices has 16 rows, columns and terms at least.
 _LEAST_BLOCK = 16
 #: Of the first kernel, and of the second, which holds more.
@@ -38,7 +45,6 @@ def constants(
     kv_heads: int,
     key_dim: int,
     value_dim: int,
-    probes: int,
     bits: bool,
     interpreted: bool,
 ) -> dict[str, Any]:
@@ -51,7 +57,6 @@ def constants(
     narrow = model_dtype != torch.float32 and not interpreted
     # What a pool of another dtype holds may not fit the model's; FP8 fits both of 16 bits.
     narrow &= pool_dtype == model_dtype or pool_dtype.itemsize == 1
-    rows = probes * query_heads // kv_heads
     return {
         "KV_HEADS": kv_heads,
         "GROUP": query_heads // kv_heads,
@@ -65,24 +70,33 @@ def constants(
         "PRODUCTS": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[model_dtype]
         if narrow
         else tl.float32,
-        "BLOCK_ROWS": min(BLOCK_ROWS, max(_LEAST_BLOCK, triton.next_power_of_2(max(rows, 1)))),
         "BLOCK_DIM": max(_LEAST_BLOCK, triton.next_power_of_2(key_dim)),
     }
 
 
-def score_constants(value_dim: int, splits: int) -> dict[str, int]:
+def normaliser_constants(rows: int) -> dict[str, int]:
+    """What the first kernel compiles in beside :func:`constants`; ``rows`` of one key head."""
+    return {"BLOCK_ROWS": _row_block(rows, _BLOCK_ROWS), "BLOCK_KEYS": _BLOCK_KEYS}
+
+
+def score_constants(rows: int, value_dim: int, splits: int) -> dict[str, int]:
     """What the second kernel compiles in beside :func:`constants`."""
     return {
+        "BLOCK_ROWS": _row_block(rows, _SCORE_BLOCK_ROWS),
         "BLOCK_VALUE": triton.next_power_of_2(value_dim),
         "BLOCK_SPLITS": triton.next_power_of_2(splits),
-        "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_TOKENS": _BLOCK_TOKENS,
     }
+
+
+def _row_block(rows: int, most: int) -> int:
+    return int(min(most, max(_LEAST_BLOCK, triton.next_power_of_2(max(rows, 1)))))
 
 
 def splits_of(tokens: int) -> tuple[int, int]:
     """How many splits of how many keys each."""
     size = max(_SPLIT_TOKENS, triton.cdiv(tokens, _MOST_SPLITS))
-    size = triton.cdiv(size, BLOCK_KEYS) * BLOCK_KEYS
+    size = triton.cdiv(size, _BLOCK_KEYS) * _BLOCK_KEYS
     return triton.cdiv(tokens, size), size
 
 
@@ -100,19 +114,20 @@ def run(layer: CheckLayer, out: torch.Tensor) -> None:
         kv_heads,
         key_dim,
         value_dim,
-        probes,
         by_bits(layer.stored_keys.dtype, device),
         device.type != "cuda",
     )
     rows = probes * (query_heads // kv_heads)
     splits, split_tokens = splits_of(tokens)
     sums = torch.empty(splits, kv_heads, rows, dtype=torch.float32, device=device)
-    blocks = triton.cdiv(rows, compiled_in["BLOCK_ROWS"])
+    first = normaliser_constants(rows)
+    second = score_constants(rows, value_dim, splits)
+    blocks = triton.cdiv(rows, first["BLOCK_ROWS"])
     if blocks:
         normalisers_kernel[(splits, kv_heads, blocks)](
             layer.query,
             layer.fresh_keys,
-            layer.stored_keys,
+            as_bits(layer.stored_keys),
             layer.slots,
             layer.fresh_rows,
             layer.probe_rows,
@@ -126,15 +141,15 @@ def run(layer: CheckLayer, out: torch.Tensor) -> None:
             layer.scale,
             layer.key_scale,
             **compiled_in,
-            BLOCK_KEYS=BLOCK_KEYS,
+            **first,
             num_warps=NUM_WARPS,
         )
-    scores_kernel[(triton.cdiv(reused, BLOCK_TOKENS),)](
+    scores_kernel[(triton.cdiv(reused, second["BLOCK_TOKENS"]),)](
         layer.query,
         layer.fresh_keys,
         layer.fresh_values,
-        layer.stored_keys,
-        layer.stored_values,
+        as_bits(layer.stored_keys),
+        as_bits(layer.stored_values),
         layer.slots,
         layer.fresh_rows,
         layer.probe_rows,
@@ -152,7 +167,7 @@ def run(layer: CheckLayer, out: torch.Tensor) -> None:
         layer.key_scale,
         layer.value_scale,
         **compiled_in,
-        **score_constants(value_dim, splits),
+        **second,
         num_warps=SCORE_WARPS,
     )
 

@@ -61,11 +61,11 @@ def run(
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.shape[1] * tensor.dtype.itemsize
+    return int(tensor.shape[1] * tensor.dtype.itemsize)
 
 
 def _stride_bytes(tensor: torch.Tensor) -> int:
-    return tensor.stride(0) * tensor.dtype.itemsize
+    return int(tensor.stride(0) * tensor.dtype.itemsize)
 
 
 def _word_bits(tensor: torch.Tensor, out: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ from sglang_kvshare.attention.kernels.copy_rotate import (
 from sglang_kvshare.attention.kernels.device.numbers import (
     FORMATS,
     UNSIGNED,
+    as_bits,
     by_bits,
     rounded,
     widened,
@@ -110,8 +111,8 @@ def run(
     rows = slots[0].shape[0] * heads
     grid = (triton.cdiv(rows, compiled_in["BLOCK_ROWS"]), launch.groups.shape[0])
     copy_rotate_kernel[grid](
-        keys,
-        values,
+        as_bits(keys),
+        as_bits(values),
         launch.table,
         launch.key_offsets,
         launch.value_offsets,

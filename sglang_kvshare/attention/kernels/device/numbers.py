@@ -30,11 +30,17 @@ UNSIGNED = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 _FP8_CAPABILITY = (8, 9)
 
 
+def as_bits(stored: torch.Tensor) -> torch.Tensor:
+    """``stored`` as a kernel takes it: FP8 pointers have no type before capability 8.9."""
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+
+
 def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
     """``BY_BITS`` for ``dtype`` on ``device``; in the interpreter for all."""
     if device.type != "cuda":
         return True
-    return dtype.itemsize == 1 and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY
+    capability = torch.cuda.get_device_capability(device)
+    return bool(dtype.itemsize == 1 and capability < _FP8_CAPABILITY)
 
 
 @triton.jit
