@@ -1,0 +1,1 @@
+"""What is checked and measured of the kernels, with and without a device."""
