@@ -134,11 +134,13 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, pairing):
     sources, targets = slots_of(3, 1, 5)
     positions = torch.tensor([[3, 90, 7], [450, 2, 7]])
     fault = [float("nan"), float("inf"), -float("inf")][: 1 if dtype == FP8[0] else 3]
-    # Layer, keys or values, dimension, and what is there; slots beside the donors are the control.
+    # Layer, keys or values, dimension, and what is there.
     places = [(0, 0, 1, f) for f in fault] + [(0, 0, 11, fault[-1]), (0, 1, 5, fault[-1])]
     places += [(1, 0, 2, fault[-1]), (1, 1, 0, fault[0])]
-    for layer, where, dim, number in places:
-        for slot, expected in ((sources[1], 1), (targets[0], 0)):
+    for place in places:
+        layer, where, dim, number = place
+        # The control: as much beside the donors.
+        for slot, expected in ((sources[1], 1), (targets[0], 0))[: 2 if place == places[0] else 1]:
             layers = pool_of(dtype, [how, None], 2, 12, 6, 8)
             (layers.keys, layers.values)[where][layer][slot, 1, dim] = number
             faults = torch.zeros(2, 1, dtype=torch.int32)
