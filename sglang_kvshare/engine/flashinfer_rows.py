@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_kvshare.attention.kernels.pack_mask import PackedMask, pack_mask
 from sglang_kvshare.attention.launch_choice import AttentionCosts, choose
 from sglang_kvshare.attention.launches import AttentionPlan, Launch, Sees
-from sglang_kvshare.attention.mask_packing import PackMask, best_pack_mask
 from sglang_kvshare.attention.merging import merge_parts
 from sglang_kvshare.engine.row_attention import LayerRows, Narrowed
 
@@ -71,7 +71,7 @@ class FlashInferRows:
     Args:
         backend: SGLang's ``FlashInferAttnBackend``.
         make_wrapper: makes a ``BatchPrefillWithPagedKVCacheWrapper``.
-        pack: packs a mask on the device.
+        pack: makes a mask on the device.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class FlashInferRows:
         backend: Any,
         make_wrapper: Callable[[], Any],
         costs: AttentionCosts | None = None,
-        pack: PackMask | None = None,
+        pack: Callable[..., PackedMask] = pack_mask,
     ) -> None:
         self._backend = backend
         self._costs = costs or AttentionCosts()
-        self._pack = pack or best_pack_mask()
+        self._pack = pack
         self._turns = [_Turn(make_wrapper) for _ in range(TURNS)]
         self._planned: Narrowed | None = None
         self._plan: AttentionPlan | None = None
@@ -134,14 +134,14 @@ class FlashInferRows:
         row_indptr = torch.from_numpy(launch.row_indptr)
         key_indptr = torch.zeros(launch.entries + 1, dtype=torch.int32)
         torch.cumsum(torch.from_numpy(launch.key_counts), 0, out=key_indptr[1:])
-        packed = mask_indptr = None
+        mask: PackedMask | None = None
         if launch.sees is Sees.MASKED:
             key_starts = np.repeat(launch.key_starts, launch.row_counts)
             in_entry = torch.from_numpy(plan.positions - key_starts)
-            packed, mask_indptr = self._pack(
+            mask = self._pack(
                 in_entry.to(device, non_blocking=True),
-                row_indptr,
-                torch.from_numpy(launch.key_counts),
+                launch.row_counts.tolist(),
+                launch.key_counts.tolist(),
             )
         wrapper.plan(
             device,
@@ -153,7 +153,7 @@ class FlashInferRows:
             layer.tp_k_head_num,
             layer.qk_head_dim,
             1,
-            packed_custom_mask=packed,
+            packed_custom_mask=None if mask is None else mask.bits,
             causal=launch.sees is Sees.CAUSAL,
             sm_scale=layer.scaling,
             q_data_type=rows.q.dtype,
@@ -161,10 +161,10 @@ class FlashInferRows:
             non_blocking=True,
             fixed_split_size=self._backend.prefill_split_tile_size,
         )
-        if mask_indptr is not None:
+        if mask is not None:
             # `plan` counts bits where the kernel takes bytes when it is given a packed mask, so
             # that only the first entry's would be found (flashinfer pull request 2201).
-            wrapper.wrapper._mask_indptr_buf = mask_indptr
+            wrapper.wrapper._mask_indptr_buf = mask.indptr
 
 
 def listed_slots(launch: Launch, narrowed: Narrowed) -> torch.Tensor:

@@ -179,20 +179,20 @@ class Unsettable:
 
 def test_the_mask_is_packed_by_what_is_given():
     """The kernel takes the place of the reference here."""
-    from sglang_kvshare.attention.mask_packing import pack_mask_reference
+    from sglang_kvshare.attention.kernels.pack_mask import pack_mask
 
     seen = []
 
-    def pack(positions, row_indptr, kv_lens):
-        seen.append((positions.dtype, row_indptr.device.type, kv_lens.device.type))
-        return pack_mask_reference(positions, row_indptr, kv_lens)
+    def pack(positions, counts, kv_lengths):
+        seen.append((positions.dtype, sum(counts) == len(positions), len(counts) == len(kv_lengths)))
+        return pack_mask(positions, counts, kv_lengths)
 
     rig = Rig([2], [20])
     narrowed = rig.narrowed(some(rig, 0.6, 1))
     rows = adapter(rig, Form.MASK, pack=pack)
     for layer_id in range(LAYERS):
         rows.attend(narrowed, rig.rows(narrowed, rig.layer(layer_id)))
-    assert seen == [(torch.int64, "cpu", "cpu")]
+    assert seen == [(torch.int64, True, True)]
 
 
 def test_a_fixed_tile_of_deterministic_inference_is_handed_on():
