@@ -231,8 +231,8 @@ def _check_resolved(record: Any, *, complete: bool) -> None:
         complete: resolution came to its end; otherwise what cannot be read yet is left out.
 
     Raises:
-        Unsupported: see :func:`check_arguments`, :func:`check_model_facts` and
-            :func:`rope_refusal_from_config`.
+        Unsupported: see :func:`check_arguments`, :func:`check_model_facts`,
+            :func:`check_chosen` and :func:`rope_refusal_from_config`.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
@@ -240,24 +240,25 @@ def _check_resolved(record: Any, *, complete: bool) -> None:
     from sglang_kvshare.engine.support import (
         Unsupported,
         check_arguments,
+        check_chosen,
         check_model_facts,
         model_facts,
     )
 
     args = resolving_view(record)
     check_arguments(args)
-    if str(args.model_path).lower() in ("none", "dummy"):
-        return
     facts = rope = None
-    with contextlib.nullcontext() if complete else contextlib.suppress(Exception):
-        # SGLang has built it for its own decisions and keeps it on the record.
-        config = model_config_of(record)
-        facts = model_facts(config)
-        rope = rope_refusal_from_config(config.hf_config, config.context_len)
+    if str(args.model_path).lower() not in ("none", "dummy"):
+        with contextlib.nullcontext() if complete else contextlib.suppress(Exception):
+            # SGLang has built it for its own decisions and keeps it on the record.
+            config = model_config_of(record)
+            facts = model_facts(config)
+            rope = rope_refusal_from_config(config.hf_config, config.context_len)
     if facts is not None:
         check_model_facts(facts)
     if rope is not None:
         raise Unsupported(rope)
+    check_chosen(args)
 
 
 def _activate(config: KVShareConfig, from_cli: bool) -> None:

@@ -222,17 +222,6 @@ ARGUMENT_REFUSALS = (
         lambda a: a.kv_cache_dtype not in SUPPORTED_KV_DTYPES,
     ),
     Refusal(
-        OTHER_ATTENTION,
-        _ATTENTION_WHY,
-        lambda a: any(
-            attention_refusal(name)
-            for name in (
-                a.prefill_attention_backend or a.attention_backend,
-                a.decode_attention_backend or a.attention_backend,
-            )
-        ),
-    ),
-    Refusal(
         "multi-item scoring (--enable-mis)",
         "items of one prompt do not see each other, and narrowed rows attend to all of it",
         lambda a: bool(a.enable_mis),
@@ -318,6 +307,22 @@ MODEL_REFUSALS = (
 )
 
 
+#: Arguments that SGLang chooses by the model, so that the model is what is told of first.
+CHOSEN_REFUSALS = (
+    Refusal(
+        OTHER_ATTENTION,
+        _ATTENTION_WHY,
+        lambda a: any(
+            attention_refusal(name)
+            for name in (
+                a.prefill_attention_backend or a.attention_backend,
+                a.decode_attention_backend or a.attention_backend,
+            )
+        ),
+    ),
+)
+
+
 def check_arguments(args: Any) -> None:
     """Refuse combinations that the command line alone decides.
 
@@ -325,6 +330,16 @@ def check_arguments(args: Any) -> None:
         Unsupported: the first one found.
     """
     for refusal in ARGUMENT_REFUSALS:
+        refusal.check(args)
+
+
+def check_chosen(args: Any) -> None:
+    """Refuse what SGLang has chosen, or was told to; call it when the model was found served.
+
+    Raises:
+        Unsupported: the first one found.
+    """
+    for refusal in CHOSEN_REFUSALS:
         refusal.check(args)
 
 

@@ -74,7 +74,7 @@ def _rows() -> Iterator[Row]:
         yield Row(group, f"--attention-backend {name}", SUPPORTED, why, ARGUMENTS)
 
     group = "Arguments"
-    for refusal in support.ARGUMENT_REFUSALS:
+    for refusal in (*support.ARGUMENT_REFUSALS, *support.CHOSEN_REFUSALS):
         yield Row(group, refusal.what, REFUSED, refusal.why, ARGUMENTS)
     for what in ("--tp-size above 1", "--dp-size above 1"):
         yield Row(group, what, SUPPORTED, "plans are equal on all ranks; not tried yet", _NO_CHECK)

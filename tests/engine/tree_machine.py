@@ -330,7 +330,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
         for slot in slots.tolist():
             self.written.pop(slot, None)
             self.note_weights(req, slot)
-        parts = WorkerParts(self.placer_class(self), 0, LAYERS, None, None)
+        parts = WorkerParts(self.placer_class(self), 0, LAYERS, None, None, None)
         chunks = _place_or_miss(parts, batch)
         for chunk in chunks:
             if chunk.choice is not None:

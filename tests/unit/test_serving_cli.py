@@ -1,5 +1,6 @@
 """The whole command on stub servers: what it writes, how it resumes, and what it refuses."""
 
+import itertools
 import json
 import os
 from collections import Counter
@@ -167,12 +168,11 @@ def test_it_resumes_after_an_interruption(model: Path, tmp_path: Path) -> None:
     """Stopped in the middle of a window, then resumed: the same records as without a stop."""
     words = [*SMALL, "--rates", "auto", "--rate-multiples", "2"]
     with two_servers() as (stock, kvshare):
-        seen = 0
+        # Several requests come at once, each in a thread of the stub.
+        seen = itertools.count(1)
 
         def interrupt(body: dict[str, Any]) -> str | None:
-            nonlocal seen
-            seen += 1
-            if seen == 22:
+            if next(seen) == 22:
                 os.kill(os.getpid(), 2)
             return None
 

@@ -11,10 +11,12 @@ import pytest
 from sglang_kvshare.engine import support
 from sglang_kvshare.engine.support import (
     ARGUMENT_REFUSALS,
+    CHOSEN_REFUSALS,
     MODEL_REFUSALS,
     ModelFacts,
     Unsupported,
     check_arguments,
+    check_chosen,
     check_model_facts,
 )
 from sglang_kvshare.engine.support_table import REFUSED, SUPPORTED, markdown, rows
@@ -129,17 +131,23 @@ def no_rust_server(monkeypatch):
     monkeypatch.delenv("SGLANG_RUST_SERVER", raising=False)
 
 
+def check_all_arguments(args):
+    check_arguments(args)
+    check_chosen(args)
+
+
 def test_what_is_served_is_not_refused():
-    check_arguments(SERVED)
+    check_all_arguments(SERVED)
     for name in support.SUPPORTED_MODELS:
         check_model_facts(ModelFacts((name,)))
 
 
 @pytest.mark.parametrize(("name", "value", "words"), ARGUMENTS)
 def test_each_argument_is_refused_by_name_and_reason(name, value, words):
-    sentence = refusal_by(check_arguments, SimpleNamespace(**{**vars(SERVED), name: value}))
+    sentence = refusal_by(check_all_arguments, SimpleNamespace(**{**vars(SERVED), name: value}))
     assert words in sentence
-    [reason] = {refusal.why for refusal in ARGUMENT_REFUSALS if refusal.what in sentence}
+    every = (*ARGUMENT_REFUSALS, *CHOSEN_REFUSALS)
+    [reason] = {refusal.why for refusal in every if refusal.what in sentence}
     assert sentence.endswith(": " + reason)
 
 
@@ -182,7 +190,7 @@ def test_sglang_chooses_among_several_classes():
 
 def test_every_refusal_is_tried_here():
     tried = [SimpleNamespace(**{**vars(SERVED), name: value}) for name, value, _ in ARGUMENTS]
-    for refusal in ARGUMENT_REFUSALS:
+    for refusal in (*ARGUMENT_REFUSALS, *CHOSEN_REFUSALS):
         if refusal.what != "SGLANG_RUST_SERVER":
             assert any(refusal.applies(args) for args in tried), refusal.what
     models = [replace(LLAMA, **facts) for facts, _ in MODELS]
@@ -201,7 +209,7 @@ def test_the_document_is_the_table():
 def test_the_table_has_a_row_for_everything_that_is_checked():
     table = {row.what: row for row in rows()}
     assert len(table) == len(rows()), "two rows of one name"
-    for refusal in (*ARGUMENT_REFUSALS, *MODEL_REFUSALS):
+    for refusal in (*ARGUMENT_REFUSALS, *CHOSEN_REFUSALS, *MODEL_REFUSALS):
         assert (table[refusal.what].status, table[refusal.what].why) == (REFUSED, refusal.why)
     for name in (*support.SUPPORTED_MODELS, *dict(support.SUPPORTED_ROPE_KINDS)):
         assert table[name].status == SUPPORTED
