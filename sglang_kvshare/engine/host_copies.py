@@ -96,21 +96,38 @@ class Enqueued:
 
 
 class Worker:
-    """One thread, started by the first job; jobs run one after the other."""
+    """One thread, started by the first job; jobs run one after the other.
+
+    It copies with one thread of OpenMP, itself: a second team beside the forward's would make more
+    threads than cores, and libgomp then puts all of them to sleep between parallel regions, which
+    takes a fifth of the speed of decoding on two cores.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._alone = threading.Event()
 
     def submit(self, work: Callable[[Job], None]) -> Job:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvshare-copies", daemon=True)
-            self._thread.start()
+            self._start(self._thread)
         job = Job(work)
         self._jobs.put(job)
         return job
 
+    def _start(self, thread: threading.Thread) -> None:
+        threads = torch.get_num_threads()
+        thread.start()
+        self._alone.wait()
+        # PyTorch's setting holds for the thread, MKL's for the process.
+        torch.set_num_threads(threads)
+
     def _run(self) -> None:
+        torch.set_num_threads(1)
+        # Else the first parallel operation would read the process's setting again.
+        torch.get_num_threads()
+        self._alone.set()
         # As the scheduler's thread, whose tensors it reads.
         with torch.inference_mode():
             while True:

@@ -196,3 +196,31 @@ def test_bytes_that_are_no_words_are_copied_too():
     keys[0][:] = 0
     copier.back(extents, 0, torch.arange(10, 15))
     assert all(map(torch.equal, was, bits(pool, torch.arange(10, 15))))
+
+
+def test_copies_leave_the_forwards_threads_alone():
+    """A second team of OpenMP threads beside the forward's would slow every parallel region."""
+    from sglang_kvshare.engine.host_copies import Worker
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = []
+        worker, done = Worker(), threading.Event()
+
+        def work(job):
+            torch.zeros(1 << 20).add_(1)
+            seen.append(torch.get_num_threads())
+            done.set()
+
+        worker.submit(work)
+        assert done.wait(30)
+        assert seen == [1]
+        assert torch.get_num_threads() == 2
+        # A thread that nothing was done for has as many as the process.
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [1, 2]
+    finally:
+        torch.set_num_threads(before)
