@@ -248,7 +248,7 @@ class KVShareConfig:
         choices=("hit-rate", "effective-cost", "fcfs", "stock"),
     )
     most_bypasses: int = _option(
-        64,
+        256,
         "No request is overtaken by so many younger ones, whatever they reuse.",
         low=1,
         high=4096,
@@ -273,7 +273,7 @@ class KVShareConfig:
         high=64,
     )
     length_confidence: float = _option(
-        0.95,
+        0.7,
         "Share of the answers that are to end within what is reserved for them, at no load.",
         low=0.5,
         high=0.999,

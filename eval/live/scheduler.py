@@ -268,12 +268,14 @@ class LiveScheduler:
         logprobs: bool = False,
         logprob_start_len: int = -1,
         stop: Sequence[int] = (),
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         """One greedy completion, received in the next turn.
 
         Args:
             tenant: whose it is, as the HTTP process says; the salt does not follow from it here.
             stop: tokens that end the answer.
+            sampling: further parameters of SGLang's ``SamplingParams``.
 
         Raises:
             RequestError: a setting in ``kvshare`` is not allowed.
@@ -290,6 +292,7 @@ class LiveScheduler:
             ignore_eos=not stop,
             stop_token_ids=list(stop) or None,
             custom_params=custom or None,
+            **(sampling or {}),
         )
         params.normalize(None)
         params.verify(self.scheduler.model_config.vocab_size)

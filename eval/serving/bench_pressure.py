@@ -143,8 +143,6 @@ async def send(url: str, asked: Sequence[Asked], due_s: Sequence[float], most: i
                 "sampling_params": {
                     "temperature": 0.0,
                     "max_new_tokens": most,
-                    # Else a small model repeats itself without end.
-                    "frequency_penalty": 0.5,
                     "stop": list(one.stop),
                 },
                 "stream": True,
@@ -211,7 +209,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pool-tokens", type=int, default=1300)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--chat", default="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n")
     parser.add_argument("--rate", type=float, help="of saturation, where it is known")
     parser.add_argument("--out", type=Path)

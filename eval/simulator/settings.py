@@ -67,11 +67,11 @@ class Side:
 
     name: str = "stock"
     order: str = "stock-fcfs"
-    most_bypasses: int = 64
+    most_bypasses: int = 256
     hold_ms: float = 0.0
     reserve: str = "stock"
     lookahead_steps: int = 2
-    length_confidence: float = 0.95
+    length_confidence: float = 0.7
     length_confidence_slope: float = 0.001
     victims: str = "stock"
     preempt: str = "stock"

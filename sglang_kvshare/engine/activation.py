@@ -212,9 +212,6 @@ def _resolve_accepted(original: Any, record: Any) -> None:
     register_backend()
     if record.radix_cache_backend is None:
         record.radix_cache_backend = BACKEND
-    if record.cuda_graph_backend_prefill is None:
-        # A narrowed extend changes its row count between layers; no captured graph can.
-        record.cuda_graph_backend_prefill = "disabled"
     try:
         original(record)
     except Exception:

@@ -10,20 +10,24 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_kvshare.attention.layerwise_copy import Copying, Moves
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
 from sglang_kvshare.engine.attention_backends import row_attention_of
 from sglang_kvshare.engine.geometry import check_pool, layer_geometries
 from sglang_kvshare.engine.kept_rows import Extend
 from sglang_kvshare.engine.narrowing import narrowed
-from sglang_kvshare.engine.placement import DonorCopy, Placer
+from sglang_kvshare.engine.placement import Placer
+from sglang_kvshare.engine.prefill_graphs import without_prefill_graphs
 from sglang_kvshare.engine.probe_pass import probes_of, run_probes
+from sglang_kvshare.engine.ranks import Ranks, ranks_of_this_process
 from sglang_kvshare.engine.refresh import refresh_of, refreshing
 from sglang_kvshare.engine.row_attention import RowAttention
 from sglang_kvshare.engine.row_program import Chunk, RowProgram
@@ -56,6 +60,7 @@ class WorkerParts:
     stopwatch: Stopwatch
     pace: RefreshPace
     row_attention: RowAttention
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def prepare_worker(worker: Any, config: KVShareConfig) -> None:
@@ -77,14 +82,17 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
         logger.warning("KVShare has been tried on CPUs only; this device is %s", runner.device)
     # At least one layer is narrowed, or nothing would be spared.
     first_layer = min(config.narrow_layer, len(layers) - 1)
-    placer = Placer(runner.token_to_kv_pool, layers)
+    ranks = ranks_of_this_process()
+    placer = Placer(runner.token_to_kv_pool, layers, ranks)
     worker.kvshare_parts = WorkerParts(
         placer,
         first_layer,
         len(layers),
         Stopwatch(str(runner.device)),
-        RefreshPace(config.refresh_slowdown, runner.max_running_requests),
+        # Ranks measure different times, and must refresh as many rows.
+        RefreshPace(config.refresh_slowdown, runner.max_running_requests, by_time=ranks.alone),
         row_attention,
+        ranks,
     )
 
 
@@ -113,24 +121,30 @@ def forward_batch_generation(
     if not batch.forward_mode.is_extend_without_speculative():
         return original(self, batch, *args, **kwargs)
     _mixed(batch)
-    chunks = _place_or_miss(parts, batch)
+    placed = _place_or_miss(parts, batch)
+    chunks = placed.chunks
     if any(chunk.placement.reused_tokens for chunk in chunks):
-        program = RowProgram(Extend.of(batch), chunks, parts.first_layer, parts.layers)
+        program = RowProgram(Extend.of(batch), chunks, parts.first_layer, parts.layers, parts.ranks)
         try:
             with parts.stopwatch.measure(_telling(batch, program)):
-                _probe(self.model_runner, batch, chunks, program, parts.layers)
-                with narrowed(self.model_runner, program, parts.row_attention):
-                    result = original(self, batch, *args, **kwargs)
+                result = _narrowed(original, self, parts, batch, placed, program, *args, **kwargs)
+            if not placed.copying.at_once:
+                _check(parts, batch, placed)
         except Exception as error:
             # Whatever raised, the batch itself is as it was: it runs again as SGLang would have
             # run it, every row, over whatever was placed.
-            probing = isinstance(error, ProbeFailed)
-            logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
-            _miss(
-                batch,
-                "select" if probing else "narrow",
-                lost_because="selection_failed" if probing else "narrowing_failed",
-            )
+            placed.copying.wait()
+            if isinstance(error, DonorInvalid):
+                logger.warning("KVShare: %s; the batch is computed in full", error)
+                _miss(batch, "copy", lost_because="donor_invalid")
+            else:
+                probing = isinstance(error, ProbeFailed)
+                logger.exception("KVShare's narrowed forward failed; the batch is computed in full")
+                _miss(
+                    batch,
+                    "select" if probing else "narrow",
+                    lost_because="selection_failed" if probing else "narrowing_failed",
+                )
             chunks = []
         else:
             _finish(batch, chunks, program.computed_rows())
@@ -138,6 +152,26 @@ def forward_batch_generation(
     _finish(batch, chunks, batch.extend_lens)
     with parts.stopwatch.measure(_telling(batch, None)):
         return original(self, batch, *args, **kwargs)
+
+
+def _narrowed(
+    original: Any,
+    worker: Any,
+    parts: WorkerParts,
+    batch: Any,
+    placed: Placed,
+    program: RowProgram,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    runner = worker.model_runner
+    with without_prefill_graphs(runner):
+        _probe(parts, runner, batch, placed, program)
+        with narrowed(runner, program, parts.row_attention, placed.copying):
+            result = original(worker, batch, *args, **kwargs)
+    # Every layer has waited for its part; a model that skips one has not.
+    placed.copying.wait()
+    return result
 
 
 def _mixed(batch: Any) -> None:
@@ -173,7 +207,7 @@ def _decode(
         if refresh is None or not (rows or refresh.looks):
             return original(worker, batch, *args, **kwargs)
         try:
-            with refreshing(worker.model_runner, refresh, parts.layers) as tell:
+            with refreshing(worker.model_runner, refresh, parts.layers, parts.ranks) as tell:
                 result = original(worker, batch, *args, **kwargs)
         except Exception:
             # The rows of the requests are as they were, and their tokens were not sampled yet.
@@ -218,15 +252,20 @@ class ProbeFailed(RuntimeError):
     """The probe pass raised."""
 
 
-def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram, layers: int) -> None:
+def _probe(
+    parts: WorkerParts, runner: Any, batch: Any, placed: Placed, program: RowProgram
+) -> None:
     """Run the probe pass of those chunks that want one, and choose where no layer is waited for."""
+    chunks = placed.chunks
     wanting = [chunk for chunk in chunks if chunk.choice is not None and chunk.choice.probes]
     if not wanting:
         return
     try:
         probes = [probes_of(chunk) for chunk in wanting]
-        counted = probe_layers(layers)
-        seen = run_probes(runner, batch, probes, counted)
+        counted = probe_layers(parts.layers)
+        # It reads what is placed layer by layer, as the forward does, but at once.
+        placed.copying.wait()
+        seen = run_probes(runner, batch, probes, counted, parts.ranks)
         for chunk, part, told in zip(wanting, probes, seen, strict=True):
             # Tokens behind the first probe row have no key but their own, and receive nothing.
             before = chunk.placement.positions < part.rows[0]
@@ -234,7 +273,7 @@ def _probe(runner: Any, batch: Any, chunks: list[Chunk], program: RowProgram, la
             chunk.attention, chunk.contribution = np.zeros((2, len(before)))
             chunk.attention[before] = told.attention[at]
             chunk.contribution[before] = told.contribution[at]
-            program.probed(chunk, len(part.rows) * counted.stop / layers)
+            program.probed(chunk, len(part.rows) * counted.stop / parts.layers)
             program.decide(chunk)
     except Exception as error:
         raise ProbeFailed from error
@@ -244,23 +283,55 @@ class DonorInvalid(RuntimeError):
     """A donor's values are not finite."""
 
 
-def _place_or_miss(parts: WorkerParts, batch: Any) -> list[Chunk]:
+@dataclass(frozen=True)
+class Placed:
+    """What was placed for a batch.
+
+    Attributes:
+        chunks: of the requests that reuse; empty when none does.
+        copying: the copy of it.
+        sources: int64 ``[n]``, the slots that it reads; ``None`` when nothing is copied.
+    """
+
+    chunks: list[Chunk]
+    copying: Copying = field(default_factory=Copying)
+    sources: torch.Tensor | None = None
+
+
+def _place_or_miss(parts: WorkerParts, batch: Any) -> Placed:
     """Copy all donors of a batch; returns what was placed, nothing when no request reuses.
 
     A fault here is a miss: every row runs, and overwrites whatever was placed.
     """
     try:
         chunks = _chunks(batch)
-        if chunks:
-            _copy(parts, batch, chunks)
-        return chunks
+        if not chunks:
+            return Placed([])
+        placed = _copy(parts, batch, chunks)
+        if placed.copying.at_once:
+            _check(parts, batch, placed)
+        return placed
     except DonorInvalid as error:
         logger.warning("KVShare: %s; the batch is computed in full", error)
         _miss(batch, "copy", lost_because="donor_invalid")
     except Exception:
         logger.exception("KVShare could not place donors; the batch is computed in full")
         _miss(batch, "copy", lost_because="placement_failed")
-    return []
+    if parts.placer.copying is not None:
+        parts.placer.copying.wait()
+    return Placed([])
+
+
+def _check(parts: WorkerParts, batch: Any, placed: Placed) -> None:
+    """
+    Raises:
+        DonorInvalid: something that was placed is not finite; its donors serve nobody any more.
+    """
+    if placed.sources is None or parts.placer.finite(placed.copying):
+        return
+    bad = parts.placer.invalid(placed.sources).cpu().numpy()
+    batch.tree_cache.mirror.discard(bad)
+    raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
 
 
 def _miss(batch: Any, step: str, *, lost_because: str) -> None:
@@ -328,35 +399,30 @@ def _chunk(state: RequestState, number: int, row: int, start: int, count: int, r
     return chunk
 
 
-def _copy(parts: WorkerParts, batch: Any, chunks: list[Chunk]) -> None:
+def _copy(parts: WorkerParts, batch: Any, chunks: list[Chunk]) -> Placed:
     begin = time.perf_counter()
-    device = batch.out_cache_loc.device
-    rows = [chunk.rows for chunk in chunks]
-
-    def joined(arrays: list[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-
-    targets = batch.out_cache_loc.index_select(0, joined(rows)).to(torch.int64)
-    if targets.shape[0]:
-        sources = joined([chunk.placement.slots for chunk in chunks])
-        finite = parts.placer.place(
-            DonorCopy(
-                source_slots=sources,
-                target_slots=targets,
-                source_positions=joined([chunk.placement.sources for chunk in chunks]),
-                target_positions=joined([chunk.placement.positions for chunk in chunks]),
-            )
-        )
-        if not finite:
-            bad = parts.placer.invalid(sources).cpu().numpy()
-            batch.tree_cache.mirror.discard(bad)
-            raise DonorInvalid(f"{bad.shape[0]} cached tokens hold values that are not finite")
+    placements = [chunk.placement for chunk in chunks]
+    rows, sources, source_positions, target_positions = upload(
+        batch.out_cache_loc.device,
+        np.concatenate([chunk.rows for chunk in chunks]),
+        *(
+            np.concatenate([getattr(placement, name) for placement in placements])
+            for name in ("slots", "sources", "positions")
+        ),
+    )
+    count = rows.shape[0]
+    placed = Placed(chunks)
+    if count:
+        targets = batch.out_cache_loc.index_select(0, rows).to(torch.int64)
+        moves = Moves(sources, targets, source_positions, target_positions)
+        placed = Placed(chunks, parts.placer.place(moves), sources)
     # On a GPU this is the time to enqueue; on a CPU it is the time of the copy itself.
     elapsed_ms = (time.perf_counter() - begin) * 1e3
     gate = _gate(batch)
     if gate is not None:
-        gate.observe_copy(int(targets.shape[0]), elapsed_ms)
-    batch.tree_cache.metrics.placed(int(targets.shape[0]), elapsed_ms)
+        gate.observe_copy(count, elapsed_ms)
+    batch.tree_cache.metrics.placed(count, elapsed_ms)
+    return placed
 
 
 def _is_placed(placement: Placement | None, part: Placement) -> bool:

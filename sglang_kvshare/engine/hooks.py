@@ -20,6 +20,7 @@ def hooks() -> tuple[Hook, ...]:
         metrics,
         ordering,
         pacing,
+        penalties,
         preempting,
         report,
         requests,
@@ -51,6 +52,10 @@ def hooks() -> tuple[Hook, ...]:
             preempting.update_running_batch,
         ),
         (srt + "managers.scheduler.Scheduler._arm_prefill_decode_interval", pacing.arm),
+        (
+            srt + "managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+            penalties.prepare_for_extend,
+        ),
         (
             srt + "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
             preempting.retraction_order,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sglang_kvshare.attention.position_mask import last_positions
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.plan import BoolArray, Int64Array
 
 #: A slot of the pool's padding page: what is written there is never read.
@@ -38,7 +39,7 @@ class KeptRows:
     @cached_property
     def positions(self) -> torch.Tensor:
         """``row_positions`` on the device."""
-        return torch.from_numpy(self.row_positions).to(self.cache_loc.device, non_blocking=True)
+        return upload(self.cache_loc.device, self.row_positions)[0]
 
     @cached_property
     def block_ends(self) -> list[list[int]]:
@@ -54,7 +55,7 @@ class KeptRows:
     def within(self, others: KeptRows) -> torch.Tensor:
         """int64 ``[k]`` on the device: where each of these rows is among ``others``."""
         index = np.searchsorted(others.rows, self.rows)
-        return torch.from_numpy(index).to(self.cache_loc.device, non_blocking=True)
+        return upload(self.cache_loc.device, index)[0]
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,9 @@ class Extend:
         rows = np.flatnonzero(kept)
         offsets = np.repeat(np.asarray(self.starts, dtype=np.int64) - (ends - counts), counts)
         device = self.cache_loc.device
-        index = torch.from_numpy(rows).to(device, non_blocking=True)
+        index, at = upload(device, rows, np.searchsorted(rows, carriers))
         cache_loc = self.cache_loc.index_select(0, index)
         if carriers.shape[0]:
-            at = torch.from_numpy(np.searchsorted(rows, carriers)).to(device)
             cache_loc = cache_loc.index_fill(0, at, PADDING_SLOT)
         return KeptRows(
             rows=rows,

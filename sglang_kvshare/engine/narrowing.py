@@ -28,6 +28,9 @@ from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_kvshare.attention.kernels.compact_rows import compact_rows
+from sglang_kvshare.attention.layerwise_copy import Copying
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
 from sglang_kvshare.engine.kept_rows import KeptRows
 from sglang_kvshare.engine.pool_reader import PoolReader
@@ -78,24 +81,31 @@ class Program(Protocol):
 
 
 @contextmanager
-def narrowed(model_runner: Any, program: Program, rows: RowAttention) -> Iterator[None]:
+def narrowed(
+    model_runner: Any, program: Program, rows: RowAttention, copying: Copying | None = None
+) -> Iterator[None]:
     """Run the extend inside this context by ``program``; removes everything on leaving it.
 
     Args:
         rows: how the rows that are left attend.
+        copying: what the layers wait for.
     """
+    copying = copying or Copying()
     attention = NarrowedAttention(model_runner.attn_backend, program, rows)
     with ExitStack() as stack:
         stack.callback(rows.end)
         for number, layer in enumerate(decoder_layers(model_runner.model)):
-            handle = layer.register_forward_pre_hook(_hook(program, number), with_kwargs=True)
+            handle = layer.register_forward_pre_hook(
+                _hook(program, number, copying), with_kwargs=True
+            )
             stack.callback(handle.remove)
         stack.enter_context(forward_context(ForwardContext(attn_backend=attention)))
         yield
 
 
-def _hook(program: Program, number: int) -> Any:
+def _hook(program: Program, number: int, copying: Copying) -> Any:
     def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        copying.before(number)
         positions, hidden_states, forward_batch = args[:3]
         index = program.narrow(number)
         kept = program.current
@@ -115,7 +125,11 @@ def _narrow_hidden(layer: Any, hidden: Any, forward_batch: Any, rows: torch.Tens
         # Before layer 0 the hidden states are the embeddings and there is no residual yet.
         return hidden.index_select(0, rows)
     exported = residual_batch.to_pp(hidden, forward_batch)
-    tensors = {name: value.index_select(0, rows) for name, value in exported.tensors.items()}
+    tensors = dict(exported.tensors)
+    if len(tensors) == 2:
+        tensors = dict(zip(tensors, compact_rows(*tensors.values(), rows), strict=True))
+    else:
+        tensors = {name: value.index_select(0, rows) for name, value in tensors.items()}
     return layer.attn_boundary.from_pp(PPProxyTensors(tensors), forward_batch)
 
 
@@ -137,9 +151,8 @@ def _narrow_batch(forward_batch: Any, kept: KeptRows) -> None:
         ]
     forward_batch.positions = kept.positions
     forward_batch.out_cache_loc = kept.cache_loc
-    forward_batch.extend_seq_lens = torch.tensor(
-        kept.counts, dtype=torch.int32, device=kept.cache_loc.device
-    )
+    (counts,) = upload(kept.cache_loc.device, kept.counts)
+    forward_batch.extend_seq_lens = counts.to(torch.int32)
     forward_batch.extend_seq_lens_cpu = list(kept.counts)
     forward_batch.extend_num_tokens = len(kept.rows)
 
@@ -167,9 +180,10 @@ class NarrowedAttention(AttentionStandIn):
         """See ``AttentionBackend.forward``; ``q`` is ``[k, heads * head_dim]``."""
         if self._slots is None:
             # Read once, for all layers.
-            self._slots = self._reader.rows(
-                forward_batch.req_pool_indices, self._program.kv_lengths
-            )
+            indices = forward_batch.req_pool_indices_cpu
+            if indices is None:
+                indices = forward_batch.req_pool_indices
+            self._slots = self._reader.rows(indices, self._program.kv_lengths)
         index = None
         if self._program.looks(layer.layer_id):
             heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
@@ -187,8 +201,9 @@ class NarrowedAttention(AttentionStandIn):
         if index is not None:
             # Keys and values of all rows are written; what follows in this layer is for fewer.
             stream = forward_batch.residual_stream
-            stream.residual = stream.residual.index_select(0, index)
-            q, k, v = (x.index_select(0, index) for x in (q, k, v))
+            q, stream.residual = compact_rows(q, stream.residual, index)
+            rows = compact_rows(k.flatten(1), v.flatten(1), index)
+            k, v = (x.view(-1, *was.shape[1:]) for x, was in zip(rows, (k, v), strict=True))
             _narrow_batch(forward_batch, kept)
         if self._narrowed is None or self._narrowed.kept is not kept:
             self._narrowed = Narrowed(kept, forward_batch, self._slots, self._reader)

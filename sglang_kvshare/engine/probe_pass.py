@@ -31,7 +31,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_kvshare.attention.attention_mass import attend_and_weigh
 from sglang_kvshare.attention.position_mask import attend, last_positions
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
+from sglang_kvshare.engine.ranks import Ranks
 from sglang_kvshare.engine.row_program import Chunk
 from sglang_kvshare.plan import Int64Array
 
@@ -80,7 +82,13 @@ class Seen:
     contribution: np.ndarray
 
 
-def run_probes(runner: Any, batch: Any, probes: Sequence[Probes], layers: range) -> list[Seen]:
+def run_probes(
+    runner: Any,
+    batch: Any,
+    probes: Sequence[Probes],
+    layers: range,
+    ranks: Ranks | None = None,
+) -> list[Seen]:
     """Run the rows of ``probes``, and end with the last of ``layers``, which are those that count.
 
     Returns:
@@ -94,12 +102,15 @@ def run_probes(runner: Any, batch: Any, probes: Sequence[Probes], layers: range)
         return_hidden_states_before_norm=False,
     )
     positions = np.concatenate([part.rows for part in probes])
-    forward_batch.positions = torch.from_numpy(positions).to(batch.out_cache_loc.device)
+    (forward_batch.positions,) = upload(batch.out_cache_loc.device, positions)
     with forward_context(ForwardContext(attn_backend=attention)), suppress(_Told):
         runner.forward(forward_batch)
     # The forward that follows is the one that tells the scheduler when shared memory is read.
     runner.shared_read_done_event = None
-    return [Seen(*(part.double().cpu().numpy() for part in told)) for told in attention.told]
+    # Of the heads of all ranks; one copy to the host for all requests.
+    told = (ranks or Ranks()).add_up(torch.cat(attention.told, dim=1)).double().cpu().numpy()
+    ends = np.cumsum([len(part.seen) for part in probes])[:-1]
+    return [Seen(*part) for part in np.split(told, ends, axis=1)]
 
 
 def _batch_of(batch: Any, probes: Sequence[Probes], runner: Any) -> Any:

@@ -21,7 +21,9 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_kvshare.attention.attention_mass import attention_mass
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.engine.attention_stand_in import AttentionStandIn
+from sglang_kvshare.engine.ranks import Ranks
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.plan import Int64Array
 from sglang_kvshare.scheduling.refresh_pace import RefreshPace
@@ -95,8 +97,13 @@ def refresh_of(batch: Any, pace: RefreshPace) -> Refresh | None:
 
 
 @contextmanager
-def refreshing(runner: Any, refresh: Refresh, layers: int) -> Iterator[Callable[[], None]]:
+def refreshing(
+    runner: Any, refresh: Refresh, layers: int, ranks: Ranks | None = None
+) -> Iterator[Callable[[], None]]:
     """Run the decode batch inside this context with the rows of ``refresh``.
+
+    Args:
+        ranks: those that hold the other heads.
 
     Yields:
         a function to be called after the step: lets the queues rank anew by what was seen.
@@ -111,7 +118,7 @@ def refreshing(runner: Any, refresh: Refresh, layers: int) -> Iterator[Callable[
             )
             stack.callback(delattr, runner, "forward")
         if refresh.looks:
-            attention = WatchingAttention(runner.attn_backend, refresh.looks, layers)
+            attention = WatchingAttention(runner.attn_backend, refresh.looks, layers, ranks)
             stack.enter_context(forward_context(ForwardContext(attn_backend=attention)))
             tell = attention.tell
         yield tell
@@ -124,11 +131,11 @@ def _nothing() -> None:
 def _longer(runner: Any, forward_batch: Any, refresh: Refresh) -> Any:
     """A copy of the batch with the extra rows behind the requests'."""
     device = forward_batch.out_cache_loc.device
-    index = torch.tensor(refresh.requests, dtype=torch.int64, device=device)
-    positions = torch.from_numpy(refresh.positions).to(device, non_blocking=True)
+    index, positions, ids = upload(
+        device, list(refresh.requests), refresh.positions, list(refresh.token_ids)
+    )
     rows = forward_batch.req_pool_indices.index_select(0, index)
     slots = runner.req_to_token_pool.req_to_token[rows, positions]
-    ids = torch.tensor(refresh.token_ids, device=device)
     lengths = positions + 1
 
     def joined(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -165,8 +172,15 @@ def _cut(out: Any, requests: int) -> Any:
 class WatchingAttention(AttentionStandIn):
     """The stock attention backend, and what some requests' new tokens attend to in some layers."""
 
-    def __init__(self, stock: Any, looks: Sequence[tuple[int, RequestState]], layers: int) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        looks: Sequence[tuple[int, RequestState]],
+        layers: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(stock)
+        self._ranks = ranks or Ranks()
         self._looks = looks
         # Never layer 0, whose attention says little of what a token means.
         self._layers = {layers * (i + 1) // (LOOKS + 1) for i in range(LOOKS)} - {0}
@@ -199,5 +213,5 @@ class WatchingAttention(AttentionStandIn):
         """Let the queues rank anew. Where a captured graph ran instead, nothing was seen."""
         for number, state in self._looks:
             if number in self._mass and state.queue is not None:
-                mass = self._mass[number].double().cpu().numpy()
+                mass = self._ranks.add_up(self._mass[number]).double().cpu().numpy()
                 state.queue.look_again(mass[state.queue.positions])

@@ -17,9 +17,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from sglang_kvshare.attention.attention_mass import attention_mass, influence
+from sglang_kvshare.attention.kernels.check_scores import (
+    TOLD,
+    CheckLayer,
+    check_scores,
+    influence_of,
+)
+from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.engine.kept_rows import Extend, KeptRows
 from sglang_kvshare.engine.narrowing import Look
+from sglang_kvshare.engine.ranks import Ranks
 from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
 from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.recompute.refresh_queue import LeftOver
@@ -93,11 +100,18 @@ class RowProgram:
     Args:
         first_layer: first layer that runs for fewer rows where the choice was made before.
         layers: decoder layers of the model.
+        ranks: those that hold the other heads: all choose by what all have measured.
     """
 
     def __init__(
-        self, extend: Extend, chunks: Sequence[Chunk], first_layer: int, layers: int
+        self,
+        extend: Extend,
+        chunks: Sequence[Chunk],
+        first_layer: int,
+        layers: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self.kv_lengths = extend.kv_lengths
         self.current: KeptRows | None = None
         self._extend = extend
@@ -146,8 +160,7 @@ class RowProgram:
         self.current = self._extend.keep(self._keep)
         if before is not None:
             return self.current.within(before)
-        rows = torch.from_numpy(self.current.rows)
-        return rows.to(self.current.cache_loc.device, non_blocking=True)
+        return upload(self.current.cache_loc.device, self.current.rows)[0]
 
     def _counts(self) -> Sequence[int]:
         return self._extend.counts if self.current is None else self.current.counts
@@ -206,57 +219,60 @@ class RowProgram:
         device = look.k.device
         active = np.isin(chunk.placement.positions, positions)
         candidates = chunk.placement.positions[active]
-
-        def on_device(array: Int64Array) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        at = on_device(rows.start + np.searchsorted(positions, candidates))
-        slots = look.slots[chunk.request]
-        targets = slots.index_select(0, on_device(candidates))
-        fresh_k, fresh_v = (x.index_select(0, at).float() for x in (look.k, look.v))
-        old_k = look.reader.keys(look.layer, targets, torch.float32)
-        old_v = look.reader.values(look.layer, targets, torch.float32)
-
-        def spread(values: torch.Tensor) -> np.ndarray:
-            told = np.zeros(len(active))
-            told[active] = values.double().cpu().numpy()
-            return told
-
-        change_k, change_v = old_k - fresh_k, old_v - fresh_v
-        signals = replace(
-            chunk.signals,
-            value_l1=spread(change_v.abs().sum((1, 2))),
-            value_l2=spread(change_v.square().sum((1, 2))),
-            key_l2=spread(change_k.square().sum((1, 2))),
-            value_size=spread(fresh_v.abs().sum((1, 2))),
-        )
         wants = choice.selector.needs
-        if (Need.ATTENTION in wants and not choice.probes) or Need.INFLUENCE in wants:
+        influences = Need.INFLUENCE in wants
+        attends = Need.ATTENTION in wants and not choice.probes and not influences
+        lookers = np.empty(0, dtype=np.int64)
+        if attends or influences:
             # The rows that are not reused, or will be computed in any case; the last of them.
             forced = forced_tokens(plan, choice.settings)
             spare = chunk.placement.positions[~forced]
             lookers = np.flatnonzero(~np.isin(positions, spare) & (positions <= plan.scored_from))[
                 -choice.probe_tokens :
             ]
-            query = look.q.index_select(0, on_device(rows.start + lookers))
-            where = on_device(positions)
-            keys = look.reader.keys(look.layer, slots, torch.float32)
-            keys.index_copy_(0, where, look.k[rows].float())
-            seen = on_device(positions[lookers])
-            scale = look.layer.scaling
-            if Need.INFLUENCE in wants:
-                values = look.reader.values(look.layer, slots, torch.float32)
-                values.index_copy_(0, where, look.v[rows].float())
-                moves = [torch.zeros_like(x) for x in (keys, values)]
-                for move, change in zip(moves, (change_k, change_v), strict=True):
-                    move.index_copy_(0, on_device(candidates), change)
-                told = influence(query, keys, values, *moves, seen, scale=scale)
-                picked = told.index_select(0, on_device(candidates))
-                signals = replace(signals, influence=spread(picked))
-            else:
-                told = attention_mass(query, keys, seen, scale=scale)
-                picked = told.index_select(0, on_device(candidates))
-                signals = replace(signals, attention=spread(picked))
+        layer = look.layer
+        scales = [1.0 if scale is None else float(scale) for scale in look.reader.scales(layer)]
+        fresh_rows = np.full(look.slots[chunk.request].shape[0], -1, dtype=np.int64)
+        fresh_rows[positions] = np.arange(rows.start, rows.stop)
+        at, looking, seen, reused = upload(
+            device, fresh_rows, rows.start + lookers, positions[lookers], candidates
+        )
+        check = CheckLayer(
+            query=look.q,
+            fresh_keys=look.k,
+            fresh_values=look.v,
+            stored_keys=look.reader.pool.get_key_buffer(layer.layer_id),
+            stored_values=look.reader.pool.get_value_buffer(layer.layer_id),
+            slots=look.slots[chunk.request],
+            fresh_rows=at.to(torch.int32),
+            probe_rows=looking[: len(lookers) if attends else 0],
+            probe_positions=seen[: len(lookers) if attends else 0],
+            reused=reused,
+            scale=layer.scaling,
+            key_scale=scales[0],
+            value_scale=scales[1],
+        )
+        told = torch.zeros(len(TOLD) + 1, len(candidates), dtype=torch.float32, device=device)
+        check_scores(check, told[: len(TOLD)])
+        if influences:
+            told[-1] = influence_of(check, looking, seen)
+        # One copy to the host, for all that is chosen by.
+        measured = self._ranks.add_up(told).double().cpu().numpy()
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            everywhere = np.zeros(len(active))
+            everywhere[active] = values
+            return everywhere
+
+        by_name = dict(zip((*TOLD, "influence"), map(spread, measured), strict=True))
+        signals = replace(
+            chunk.signals,
+            **{name: by_name[name] for name in ("value_l1", "value_l2", "key_l2", "value_size")},
+        )
+        if attends:
+            signals = replace(signals, attention=by_name["attention"])
+        if influences:
+            signals = replace(signals, influence=by_name["influence"])
         return _Measured(signals, active)
 
     def _running(self, chunk: Chunk) -> tuple[Int64Array, slice]:

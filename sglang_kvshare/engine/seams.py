@@ -178,6 +178,16 @@ SEAMS = (
         "self, idx, remaing_req_count, offload_kv",
         "preemption before memory is short",
     ),
+    Seam(
+        _SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        "self",
+        "penalties of resumed requests",
+    ),
+    Seam(
+        _SRT + "sampling.penaltylib.BatchedPenalizerOrchestrator",
+        None,
+        "penalties of resumed requests",
+    ),
     Seam(_SRT + "managers.schedule_batch.Req.detach_kv", "self", "rows kept until copied"),
     Seam(_SRT + "mem_cache.memory_pool.ReqToTokenPool.free", "self, req", "rows kept until copied"),
     *(
@@ -291,7 +301,7 @@ SEAMS = (
         "self, running_batch, last_batch",
         "gauges, log line",
     ),
-    Seam(_SRT + "runtime_context.get_parallel", "", "labels of the metrics"),
+    Seam(_SRT + "runtime_context.get_parallel", "", "labels of the metrics, ranks"),
     Seam(_SRT + "runtime_context.get_observability", "", "labels of the metrics"),
     Seam(_SRT + "runtime_context.get_serving", "", "labels of the metrics"),
     # Forward

@@ -104,8 +104,7 @@ model shows is refused by the scheduler process, and that sentence is then the l
 
 With `--kvshare-optional` (or `KVSHARE_OPTIONAL=1`, or `optional: true` in the YAML file) nothing of
 this stops the start: KVShare switches itself off with a warning that gives the reason, and stock
-SGLang serves. The same holds when the installed SGLang is not as expected. What is seen by the
-scheduler only comes after SGLang has settled its arguments, so that prefill graphs stay off then.
+SGLang serves. The same holds when the installed SGLang is not as expected.
 
 `kvshare doctor --model-path MODEL [flags of the server]` makes the same checks without loading
 weights, and prints this table.

@@ -244,7 +244,7 @@ def orders() -> tuple[str, ...]:
     return tuple(_ORDERS)
 
 
-def order_named(name: str, most_bypasses: int = 64) -> Order:
+def order_named(name: str, most_bypasses: int = 256) -> Order:
     """
     Args:
         most_bypasses: fewer younger requests than that overtake any one; without effect on

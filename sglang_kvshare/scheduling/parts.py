@@ -75,11 +75,11 @@ class ScheduleSettings:
     """
 
     schedule: str = "hit-rate"
-    most_bypasses: int = 64
+    most_bypasses: int = 256
     hold_ms: float = 1000.0
     reserve: str = "estimate"
     lookahead_steps: int = 2
-    confidence: float = 0.95
+    confidence: float = 0.7
     confidence_slope: float = 0.001
     isolated_lengths: bool = True
     victims: str = "slo"

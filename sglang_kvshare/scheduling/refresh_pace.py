@@ -26,9 +26,12 @@ class RefreshPace:
         slowdown: the share of the decode time that refreshing may add; from :data:`NO_LIMIT` on
             only an SLO and the room in the batch bound it.
         most_rows: rows that a decode batch may have in all.
+        by_time: whether times count. Ranks that must decide alike measure different ones: without,
+            every row costs the same, and who was promised a TBT gets no rows beside it.
     """
 
-    def __init__(self, slowdown: float, most_rows: int) -> None:
+    def __init__(self, slowdown: float, most_rows: int, *, by_time: bool = True) -> None:
+        self._by_time = by_time
         self._slowdown = slowdown
         self._most_rows = most_rows
         self._plain: defaultdict[int, Recent] = defaultdict(Recent)
@@ -38,6 +41,8 @@ class RefreshPace:
     def observe(self, rows: int, refresh_rows: int, ms: float) -> None:
         """A decode step of ``rows`` requests took ``ms`` with ``refresh_rows`` more rows; a time
         that is not above 0 is ignored."""
+        if not self._by_time:
+            ms = float(rows + refresh_rows)
         if not ms > 0:
             return
         plain = self._plain[rows.bit_length()]
@@ -53,6 +58,8 @@ class RefreshPace:
             wanted: as many as are queued.
             tbt_slo_ms: the tightest of the batch.
         """
+        if not self._by_time and tbt_slo_ms is not None:
+            return 0
         count = max(0, min(wanted, self._most_rows - rows))
         plain = self._plain[rows.bit_length()]
         if self._slowdown >= NO_LIMIT and tbt_slo_ms is None:

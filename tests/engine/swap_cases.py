@@ -147,6 +147,30 @@ def retracted_every(steps: int) -> Callable[[Rig], None]:
     return case
 
 
+def penalties_count_what_was_said_before(**sampling: float) -> Callable[[Rig], None]:
+    """A request that comes back is penalised as one that was never away.
+
+    Without overlap: with it SGLang counts a token late or twice, depending on what runs between.
+    """
+
+    def case(rig: Rig) -> None:
+        calls = three(rig)
+        plain = rig.untouched(calls, **EXACT)
+        said = rig.untouched(calls, **EXACT, sampling=sampling)
+        assert said != plain
+        submit(rig, calls, **EXACT, sampling=sampling)
+        for rid in calls:
+            rig.preempt(rid)
+        after = rig.finish()
+        assert rig.counted()["swaps_total out"] == len(calls)
+        assert rig.config.overlap or rig.same(after, said)
+        assert {rid: len(ids) for rid, ids in after.items()} == {
+            rid: call[1] for rid, call in calls.items()
+        }
+
+    return case
+
+
 def a_host_pool_of(requests: int) -> Callable[[Rig], None]:
     def case(rig: Rig) -> None:
         calls = three(rig)
@@ -385,6 +409,8 @@ CASES = (
     an_allocation_waits_for_copies,
     retracted_every(2),
     retracted_every(5),
+    penalties_count_what_was_said_before(frequency_penalty=0.3),
+    penalties_count_what_was_said_before(presence_penalty=0.5, repetition_penalty=1.3),
     a_host_pool_of(0),
     a_host_pool_of(1),
     a_failing_copy,

@@ -60,9 +60,9 @@ class Pool:
         return bare if rope is None else from_scratch(rope, positions, bare)
 
     def place(self):
-        from sglang_kvshare.engine.placement import DonorCopy
+        from sglang_kvshare.attention.layerwise_copy import Moves
 
-        return self.placer.place(DonorCopy(SLOTS, TARGET_SLOTS, SOURCES, TARGETS))
+        return self.placer.place(Moves(SLOTS, TARGET_SLOTS, SOURCES, TARGETS)).finite()
 
     def keys(self, number, slots):
         return self.pool.get_key_buffer(number)[slots]
@@ -158,13 +158,14 @@ def test_fp16_that_would_overflow_is_not_called_finite(ropes):
 
 
 def test_nothing_to_place_is_fine(ropes):
-    from sglang_kvshare.engine.placement import DonorCopy, Placer
+    from sglang_kvshare.attention.layerwise_copy import Moves
+    from sglang_kvshare.engine.placement import Placer
 
     pool = Pool(ropes, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
-    assert pool.placer.place(DonorCopy(none, none, none, none)) is True
+    assert pool.placer.place(Moves(none, none, none, none)).finite()
     before = pool.stored()
-    assert Placer(pool.pool, []).place(DonorCopy(SLOTS, TARGET_SLOTS, SOURCES, TARGETS)) is True
+    assert Placer(pool.pool, []).place(Moves(SLOTS, TARGET_SLOTS, SOURCES, TARGETS)).finite()
     assert all(torch.equal(a, b) for a, b in zip(before, pool.stored(), strict=True))
 
 
@@ -221,7 +222,10 @@ def test_narrowed_attention_stores_and_reads_as_the_stock_backend_does(dtype, ba
         kv_lengths=[tokens],
     )
     program = SimpleNamespace(current=kept, kv_lengths=[tokens], looks=lambda layer: False)
-    batch = SimpleNamespace(out_cache_loc=rows + 1, req_pool_indices=torch.tensor([0]))
+    indices = torch.tensor([0])
+    batch = SimpleNamespace(
+        out_cache_loc=rows + 1, req_pool_indices=indices, req_pool_indices_cpu=indices
+    )
     out = NarrowedAttention(backend(pool, tokens), program).forward(
         q.reshape(len(rows), -1), k.clone(), v.clone(), layer, batch
     )

@@ -128,7 +128,7 @@ def sentence(outcome):
 @pytest.mark.parametrize("name", SERVED)
 def test_what_is_served_is_accepted(early, name):
     """The window of these two is one that SGLang's classes ignore."""
-    assert early[name] == {"on": True, "tree": "kvshare", "prefill_graph": "disabled"}
+    assert early[name] == {"on": True, "tree": "kvshare", "prefill_graph": None}
 
 
 def test_further_ranks_and_chosen_graphs_are_accepted(early):

@@ -476,8 +476,7 @@ class NotFinite(RecordingPlacer):
     """The first donor token holds a NaN."""
 
     def place(self, copy):
-        super().place(copy)
-        return False
+        return super().place(copy, finite=False)
 
     def invalid(self, slots):
         return slots[:1]

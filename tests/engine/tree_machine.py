@@ -22,6 +22,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from sglang_kvshare.attention.layerwise_copy import Copying
+
 WINDOW = 4
 ROWS, CONTEXT = 5, 160
 DOMAINS = [(None, None), ("s", None), (None, "s"), ("a", "b")]
@@ -102,10 +104,13 @@ EMBEDDINGS = np.random.default_rng(8).standard_normal((300, 16)).astype(np.float
 class RecordingPlacer:
     """Stands in for the copy of KV: moves what the slots remember."""
 
+    #: None is under way when the next one begins.
+    copying = None
+
     def __init__(self, machine):
         self.machine = machine
 
-    def place(self, copy):
+    def place(self, copy, *, finite=True):
         # All donors are read before a target is written.
         read = [self.machine.written.get(int(slot)) for slot in copy.source_slots]
         columns = (copy.target_slots, copy.source_positions, copy.target_positions)
@@ -119,7 +124,10 @@ class RecordingPlacer:
             self.machine.write(
                 target, Written(was.token, position, was.domain, was.depth + 1, moved=True)
             )
-        return True
+        return Copying(torch.tensor([int(not finite)]))
+
+    def finite(self, copying):
+        return copying.finite()
 
 
 class TreeCacheMachine(RuleBasedStateMachine):
@@ -331,7 +339,7 @@ class TreeCacheMachine(RuleBasedStateMachine):
             self.written.pop(slot, None)
             self.note_weights(req, slot)
         parts = WorkerParts(self.placer_class(self), 0, LAYERS, None, None, None)
-        chunks = _place_or_miss(parts, batch)
+        chunks = _place_or_miss(parts, batch).chunks
         for chunk in chunks:
             if chunk.choice is not None:
                 # The prompt ends here. What the forward would choose is any tokens.

@@ -13,8 +13,9 @@ from sglang_kvshare.attention.kernels.compact_rows import compact_rows
 from sglang_kvshare.attention.kernels.copy_rotate import copy_rotate, pool_layers
 from sglang_kvshare.attention.kernels.pack_mask import mask_bytes, pack_mask
 from sglang_kvshare.attention.kernels.stored_words import POOL_DTYPES, words_of
+from sglang_kvshare.attention.layerwise_copy import Moves
 from sglang_kvshare.engine.geometry import LayerGeometry
-from sglang_kvshare.engine.placement import DonorCopy, Placer
+from sglang_kvshare.engine.placement import Placer
 from sglang_kvshare.recompute.rope import Rotation
 
 pytestmark = pytest.mark.unit
@@ -50,8 +51,8 @@ def test_the_reference_is_what_the_server_places_with(dtype, fault):
     faults = torch.zeros(1, dtype=torch.int32)
     copy_rotate(pool_layers(*ours, rotations), *slots, *positions, faults)
     geometries = [LayerGeometry(number, each) for number, each in enumerate(rotations)]
-    placed = Placer(Pool(*theirs), geometries).place(DonorCopy(*slots, *positions))
-    assert placed == (fault is None)
+    placed = Placer(Pool(*theirs), geometries).place(Moves(*slots, *positions))
+    assert placed.finite() == (fault is None)
     assert faults.tolist() == [int(fault is not None)]
     for one, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvshare.attention.attention_mass import attention_mass
+from sglang_kvshare.attention.attention_mass import attention_mass, influence
 from sglang_kvshare.attention.kernels.stored_words import POOL_DTYPES
 from sglang_kvshare.attention.kernels.where import takes_kernel
 
@@ -109,24 +109,61 @@ def check_scores(
 
 def check_scores_reference(layer: CheckLayer, out: torch.Tensor) -> None:
     """:func:`check_scores` in PyTorch; ``out`` is fp32 ``[5, reused]``, ordered as ``TOLD``."""
-    where = torch.nonzero(layer.fresh_rows >= 0).squeeze(1)
-    running = layer.fresh_rows.index_select(0, where).long()
-    keys = _stored(layer.stored_keys, layer.slots, layer.key_scale)
-    keys.index_copy_(0, where, layer.fresh_keys.index_select(0, running).float())
-    query = layer.query.index_select(0, layer.probe_rows)
-    mass = attention_mass(query, keys, layer.probe_positions, scale=layer.scale)
-    rows = layer.fresh_rows.index_select(0, layer.reused).long()
-    slots = layer.slots.index_select(0, layer.reused)
-    fresh_k, fresh_v = (
-        x.index_select(0, rows).float() for x in (layer.fresh_keys, layer.fresh_values)
-    )
-    change_k = _stored(layer.stored_keys, slots, layer.key_scale) - fresh_k
-    change_v = _stored(layer.stored_values, slots, layer.value_scale) - fresh_v
-    out[0] = mass.index_select(0, layer.reused)
+    if layer.probe_rows.shape[0]:
+        keys = _as_it_will_be(layer, layer.stored_keys, layer.fresh_keys, layer.key_scale)
+        query = layer.query.index_select(0, layer.probe_rows)
+        mass = attention_mass(query, keys, layer.probe_positions, scale=layer.scale)
+        out[0] = mass.index_select(0, layer.reused)
+    else:
+        # Nobody looks, and no key but the reused ones need be read.
+        out[0] = 0
+    change_k, change_v, fresh_v = _changes(layer)
     out[1] = change_v.abs().sum((1, 2))
     out[2] = change_v.square().sum((1, 2))
     out[3] = fresh_v.abs().sum((1, 2))
     out[4] = change_k.square().sum((1, 2))
+
+
+def influence_of(
+    layer: CheckLayer, probe_rows: torch.Tensor, probe_positions: torch.Tensor
+) -> torch.Tensor:
+    """:func:`sglang_kvshare.attention.attention_mass.influence` of the reused tokens' changes on
+    these probes: fp32 ``[reused]``, in PyTorch on every device."""
+    keys = _as_it_will_be(layer, layer.stored_keys, layer.fresh_keys, layer.key_scale)
+    values = _as_it_will_be(layer, layer.stored_values, layer.fresh_values, layer.value_scale)
+    change_k, change_v, _ = _changes(layer)
+    told = influence(
+        layer.query.index_select(0, probe_rows),
+        keys,
+        values,
+        torch.zeros_like(keys).index_copy_(0, layer.reused, change_k),
+        torch.zeros_like(values).index_copy_(0, layer.reused, change_v),
+        probe_positions,
+        scale=layer.scale,
+    )
+    return told.index_select(0, layer.reused)
+
+
+def _as_it_will_be(
+    layer: CheckLayer, stored: torch.Tensor, fresh: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """fp32 ``[tokens, kv_heads, dim]`` of a request: fresh where rows run, else what is stored."""
+    where = torch.nonzero(layer.fresh_rows >= 0).squeeze(1)
+    running = layer.fresh_rows.index_select(0, where).long()
+    made = _stored(stored, layer.slots, scale)
+    return made.index_copy_(0, where, fresh.index_select(0, running).float())
+
+
+def _changes(layer: CheckLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the reused tokens: stored less fresh keys, the same of values, and fresh values."""
+    rows = layer.fresh_rows.index_select(0, layer.reused).long()
+    slots = layer.slots.index_select(0, layer.reused)
+    keys, values = (x.index_select(0, rows).float() for x in (layer.fresh_keys, layer.fresh_values))
+    return (
+        _stored(layer.stored_keys, slots, layer.key_scale) - keys,
+        _stored(layer.stored_values, slots, layer.value_scale) - values,
+        values,
+    )
 
 
 def _stored(buffer: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:

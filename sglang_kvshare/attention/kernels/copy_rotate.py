@@ -163,14 +163,15 @@ def copy_rotate_reference(
             move = moves.get(id(rotation))
             if move is None:
                 move = moves[id(rotation)] = plan_move(rotation, source_positions, target_positions)
+            # fp32 indexing made a copy already; other dtypes are converted into one.
             turned = rotate_(donors.float(), move)
             extremes += torch.aminmax(turned)
             donors = rounded(turned, keys.dtype)
         else:
-            extremes += torch.aminmax(donors.float())
+            extremes += _extremes(donors)
         _scatter(keys, target_slots, donors)
         donors = _gather(values, source_slots)
-        extremes += torch.aminmax(donors.float())
+        extremes += _extremes(donors)
         _scatter(values, target_slots, donors)
     # Not a number compares as false.
     finite = torch.stack(extremes).abs_().amax() <= largest(layers.keys[0].dtype)
@@ -180,6 +181,13 @@ def copy_rotate_reference(
 def largest(dtype: torch.dtype) -> float:
     """A rotated key beyond it counts as infinite; FP8 saturates, so that only fp32 ends it."""
     return float(torch.finfo(torch.float32 if dtype.itemsize == 1 else dtype).max)
+
+
+def _extremes(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 least and greatest value; either is NaN where one of them is."""
+    wide = stored.float() if stored.dtype.itemsize == 1 else stored
+    low, high = torch.aminmax(wide)
+    return low.float(), high.float()
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
