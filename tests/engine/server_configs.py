@@ -20,6 +20,8 @@ ROOM = ("--max-total-tokens", "4096", "--max-running-requests", "24")
 TIGHT = ("--max-total-tokens", "1024", "--max-running-requests", "24")
 RETRACT = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "5"))
 CHUNKS = ("--chunked-prefill-size", "64")
+TWO = ("--tp-size", "2")
+RANKS = (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 TENANTS = Path(__file__).with_name("tenants.yaml")
 TENANT_SECRET = "0123456789abcdef0123456789abcdef"
 NO_SEAMS = ("--kvshare-seam-tokens", "0", "--kvshare-tail-tokens", "0")
@@ -79,6 +81,14 @@ CONFIGS = _configs(
         "glm4",
         "glm4",
         (*EAGER, *ROOM, *CHUNKS, "--page-size", "16", "--kvshare-narrow-layer", "1"),
+    ),
+    # Two processes, each with a core and half of the heads.
+    ServerConfig("two_ranks", "llama", (*EAGER, *ROOM, *TWO), RANKS),
+    ServerConfig(
+        "two_ranks_tight",
+        "llama",
+        (*EAGER, *TIGHT, *CHUNKS, *TWO, "--page-size", "16", "--enable-mixed-chunk"),
+        (*RETRACT, *RANKS),
     ),
     ServerConfig(
         "fp8_e4m3", "qwen3", (*EAGER, *ROOM, "--page-size", "16", "--kv-cache-dtype", "fp8_e4m3")

@@ -96,6 +96,15 @@ class Case:
             for p in self.placed
         }
 
+    def value_l2_of_heads(self, layer: int) -> list[dict[int, float]]:
+        """Of each key head alone."""
+        off = {p: self.moved(layer, p)[1] - self.fresh(layer, p)[1] for p in self.placed}
+        heads = self.reference.model.kv_heads
+        return [
+            {p: float(values[head].square().sum()) for p, values in off.items()}
+            for head in range(heads)
+        ]
+
     def key_l2(self, layer: int) -> dict[int, float]:
         return {
             p: float((self.moved(layer, p)[0] - self.fresh(layer, p)[0]).square().sum())

@@ -32,6 +32,8 @@ class Break:
 
 
 ENGINE = "sglang_kvshare.engine."
+#: As on a GPU, where it is known when the narrowed forward has been launched.
+LATE = "late"
 BY_QUERY = {"selector": "query", "recompute_ratio": 0.2}
 BY_DEVIATION = {"selector": "deviation", "recompute_ratio": 0.2}
 REFRESHED = {"refresh_tokens": 2}
@@ -39,7 +41,7 @@ BREAKS = {
     "match": Break("match", ENGINE + "tree_cache.plan_reuse", "planning_failed"),
     "select": Break("select", ENGINE + "admission.choose", "planning_failed"),
     "lock": Break("lock", ENGINE + "donor_locks._above", "planning_failed"),
-    "copy": Break("copy", ENGINE + "placement.rotate_", "placement_failed"),
+    "copy": Break("copy", "sglang_kvshare.attention.kernels.copy_rotate.rotate_", "placement_failed"),
     "narrow": Break("narrow", ENGINE + "row_attention.attend", "narrowing_failed"),
     "probe": Break("select", ENGINE + "forward.run_probes", "selection_failed", BY_QUERY),
     "check layer": Break(
@@ -50,6 +52,7 @@ BREAKS = {
     "publish": Break("publish", ENGINE + "branches.exact_ancestor"),
     "index": Break("index", ENGINE + "index_mirror.path_tokens"),
     "not finite": Break("copy", "", "donor_invalid"),
+    "not finite, told late": Break("copy", LATE, "donor_invalid"),
 }
 
 
@@ -154,9 +157,11 @@ class broken:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        if self._target:
+        if self._target == LATE:
+            self._patch.setattr("sglang_kvshare.attention.layerwise_copy.Copying.at_once", False)
+        elif self._target:
             self._patch.setattr(self._target, _raise)
-        else:
+        if self._target in ("", LATE):
             pool = self._live.scheduler.tp_worker.model_runner.token_to_kv_pool
             slots = self._live.cache.all_values_flatten()
             pool.get_value_buffer(1)[slots[::3]] = float("nan")

@@ -37,6 +37,10 @@ def in_steps(left, end, count, steps):
 @pytest.mark.parametrize(("name", "count"), [("dhd", 3), ("dhd", 1), ("query", 3), ("seams", 3)])
 @on("llama", "glm4")
 def test_refreshed_rows_are_what_recomputing_them_gives(server, references, name, count):
+    check_refreshed(server, references, name, count)
+
+
+def check_refreshed(server, references, name, count):
     prompt, case = made(server, references, 400, 0.25)
     settings = by(name) | {"recompute_ratio": 0.25, "publish": False}
     plain = server.generate(prompt, STEPS, **settings)

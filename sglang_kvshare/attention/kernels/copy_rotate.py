@@ -131,7 +131,9 @@ def copy_rotate(
         source_positions, target_positions: int64 ``[n]``, each below the length of every table.
         faults: int32 ``[1]``, becomes 1 when a value or a rotated key is not finite (or larger
             than the pool's dtype holds, but for FP8, where it saturates), and is left alone
-            otherwise. What was copied must be computed then.
+            otherwise. What was copied must be computed then; in place of what is not finite, and
+            perhaps of what is beside it, 0 is written, so that nothing that runs in the meantime
+            meets it.
         kernel: see :func:`sglang_kvshare.attention.kernels.where.takes_kernel`.
     """
     if not layers.keys or not source_slots.shape[0]:
@@ -176,6 +178,11 @@ def copy_rotate_reference(
     # Not a number compares as false.
     finite = torch.stack(extremes).abs_().amax() <= largest(layers.keys[0].dtype)
     faults.logical_or_(~finite)
+    if not finite:
+        for buffer in (*layers.keys, *layers.values):
+            rows = _gather(buffer, target_slots)
+            rows = torch.where(rows.float().isfinite(), rows, torch.zeros_like(rows))
+            _scatter(buffer, target_slots, rows)
 
 
 def largest(dtype: torch.dtype) -> float:

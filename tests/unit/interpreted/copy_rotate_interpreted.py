@@ -145,9 +145,13 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, pairing):
             (layers.keys, layers.values)[where][layer][slot, 1, dim] = number
             faults = torch.zeros(2, 1, dtype=torch.int32)
             for kernel in (True, False):
+                told = cloned(layers)
                 copy_rotate(
-                    cloned(layers), sources, targets, *positions, faults[int(kernel)], kernel=kernel
+                    told, sources, targets, *positions, faults[int(kernel)], kernel=kernel
                 )
+                # It goes no further.
+                for buffer in (*told.keys, *told.values):
+                    assert buffer[targets[: 2 if expected else 0]].float().isfinite().all()
             assert faults.tolist() == [[expected], [expected]], (layer, where, dim, number, slot)
 
 

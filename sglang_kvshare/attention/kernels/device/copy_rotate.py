@@ -132,10 +132,11 @@ def run(
 def _copied_words(
     source, target, seen, MAGNITUDE: tl.constexpr, DISTANCE: tl.constexpr, SIGN: tl.constexpr
 ):
-    """Copy words, and tell which hold a number that is not finite."""
+    """Copy words, and tell which hold a number that is not finite: these become 0."""
     words = tl.load(source, mask=seen, other=0, eviction_policy="evict_first")
-    tl.store(target, words, mask=seen)
-    return (((words & MAGNITUDE) + DISTANCE) & SIGN) != 0
+    faulty = (((words & MAGNITUDE) + DISTANCE) & SIGN) != 0
+    tl.store(target, tl.where(faulty, tl.zeros_like(words), words), mask=seen)
+    return faulty
 
 
 @triton.jit
@@ -247,6 +248,8 @@ def copy_rotate_kernel(
             # Without a rotation the very bits are written back.
             a = tl.where(turns, rounded(turned_x, FORMAT, BY_BITS), a)
             b = tl.where(turns, rounded(turned_y, FORMAT, BY_BITS), b)
+            a = tl.where(fine, a, tl.zeros_like(a))
+            b = tl.where(fine, b, tl.zeros_like(b))
             if GPTJ:
                 word = (b.to(PAIR_WORD) << PAIR_WORD.primitive_bitwidth // 2) | a.to(PAIR_WORD)
                 tl.store(to_key.to(tl.pointer_type(PAIR_WORD)) + pair, word, mask=paired)
