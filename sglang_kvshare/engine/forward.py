@@ -22,10 +22,10 @@ from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
 from sglang_kvshare.engine.attention_backends import row_attention_of
 from sglang_kvshare.engine.geometry import check_pool, layer_geometries
+from sglang_kvshare.engine.graphs import most_decode_rows, without_prefill_graphs
 from sglang_kvshare.engine.kept_rows import Extend
 from sglang_kvshare.engine.narrowing import narrowed
 from sglang_kvshare.engine.placement import Placer
-from sglang_kvshare.engine.prefill_graphs import without_prefill_graphs
 from sglang_kvshare.engine.probe_pass import probes_of, run_probes
 from sglang_kvshare.engine.ranks import Ranks, ranks_of_this_process
 from sglang_kvshare.engine.refresh import refresh_of, refreshing
@@ -90,7 +90,7 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
         len(layers),
         Stopwatch(str(runner.device)),
         # Ranks measure different times, and must refresh as many rows.
-        RefreshPace(config.refresh_slowdown, runner.max_running_requests, by_time=ranks.alone),
+        RefreshPace(config.refresh_slowdown, most_decode_rows(runner), by_time=ranks.alone),
         row_attention,
         ranks,
     )

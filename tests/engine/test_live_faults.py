@@ -41,7 +41,9 @@ BREAKS = {
     "match": Break("match", ENGINE + "tree_cache.plan_reuse", "planning_failed"),
     "select": Break("select", ENGINE + "admission.choose", "planning_failed"),
     "lock": Break("lock", ENGINE + "donor_locks._above", "planning_failed"),
-    "copy": Break("copy", "sglang_kvshare.attention.kernels.copy_rotate.rotate_", "placement_failed"),
+    "copy": Break(
+        "copy", "sglang_kvshare.attention.kernels.copy_rotate.rotate_", "placement_failed"
+    ),
     "narrow": Break("narrow", ENGINE + "row_attention.attend", "narrowing_failed"),
     "probe": Break("select", ENGINE + "forward.run_probes", "selection_failed", BY_QUERY),
     "check layer": Break(

@@ -1,7 +1,7 @@
 """Two ranks, each with half of the heads: they plan alike and choose by what both have measured.
 
-The reference knows nothing of ranks. Ranks that chose other rows would run batches of other lengths,
-and hang in the next sum over ranks; what a choice by half of the heads would be is asked as well.
+The reference knows nothing of ranks. Ranks that chose other rows would run batches of other
+lengths, and hang in the next sum over ranks; what half of the heads would choose is asked as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A copy on a stream of its own: what waits for what, on streams that only write down what is asked.
+"""A copy on a stream of its own: what waits for what, on streams that write down what is asked.
 
 Work on a stream is done when it is enqueued here, so that values are right in any case; the order
 that a device would keep is read from what was written down.
