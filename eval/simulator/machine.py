@@ -77,7 +77,7 @@ class Machine:
         link = Link(costs)
         contents = Contents(requests, cache, elsewhere=elsewhere)
         holdings = Holdings(requests, contents, cache, flags.pool_tokens)
-        reservation = reservation_of(side, flags, parts, requests)
+        reservation = reservation_of(side, flags, parts, requests, holdings.max_new_tokens)
         holds = None
         if parts.holder is not None and side.hold_ms > 0:
             holds = Holds(parts.holder, contents, costs)

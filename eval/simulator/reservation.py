@@ -52,10 +52,16 @@ class OutOf(Protocol):
 
 
 class Lengths:
-    """What is expected of answers, by the estimator that a server has."""
+    """What is expected of answers, by the estimator that a server has.
 
-    def __init__(self, requests: Requests, parts: SchedulingParts) -> None:
+    Args:
+        max_new: bound on each answer as the server keeps it, which may be tighter than what the
+            request names (``Holdings.max_new_tokens``, of which all here are a view).
+    """
+
+    def __init__(self, requests: Requests, max_new: list[int], parts: SchedulingParts) -> None:
         self._requests = requests
+        self._max_new = max_new
         self._estimator = parts.lengths
         self._settings = parts.settings
         self._told: dict[int, tuple[Asked, LengthEstimate]] = {}
@@ -74,7 +80,7 @@ class Lengths:
     def of(self, i: int) -> LengthEstimate:
         if i not in self._told:
             requests = self._requests
-            asked = Asked(requests.namespace(i), int(requests.prompt[i]), int(requests.max_new[i]))
+            asked = Asked(requests.namespace(i), int(requests.prompt[i]), self._max_new[i])
             self._told[i] = asked, self._estimator.estimate(asked, self.confidence)
         return self._told[i][1]
 
@@ -96,8 +102,10 @@ class StockReservation:
 
     lookahead_steps = 1
 
-    def __init__(self, requests: Requests, flags: Flags, lengths: Lengths | None) -> None:
-        self._max_new = requests.max_new.tolist()
+    def __init__(
+        self, requests: Requests, max_new: list[int], flags: Flags, lengths: Lengths | None
+    ) -> None:
+        self._max_new = max_new
         self._ratio = NewTokenRatio.of(flags.conservativeness)
         self._ignore_eos = requests.ignore_eos
         self._lengths = lengths
@@ -176,10 +184,12 @@ class StockReservation:
 class LedgerReservation:
     """CacheOPT: demand by estimate, kept in the ledger, with a small reserve for all."""
 
-    def __init__(self, requests: Requests, parts: SchedulingParts, lengths: Lengths) -> None:
+    def __init__(
+        self, requests: Requests, max_new: list[int], parts: SchedulingParts, lengths: Lengths
+    ) -> None:
         assert parts.ledger is not None
         assert parts.reserve is not None
-        self._max_new = requests.max_new.tolist()
+        self._max_new = max_new
         self._known = requests.ignore_eos
         self._lengths = lengths
         self._ledger = parts.ledger
@@ -285,10 +295,14 @@ class LedgerReservation:
 
 
 def reservation_of(
-    side: Side, flags: Flags, parts: SchedulingParts, requests: Requests
+    side: Side, flags: Flags, parts: SchedulingParts, requests: Requests, max_new: list[int]
 ) -> Reservation:
-    """The one of a side. Stock's is given estimates only where victims are chosen by them."""
-    lengths = Lengths(requests, parts)
+    """The one of a side. Stock's is given estimates only where victims are chosen by them.
+
+    Args:
+        max_new: see :class:`Lengths`.
+    """
+    lengths = Lengths(requests, max_new, parts)
     if side.reserve == "estimate":
-        return LedgerReservation(requests, parts, lengths)
-    return StockReservation(requests, flags, lengths if side.victims == "slo" else None)
+        return LedgerReservation(requests, max_new, parts, lengths)
+    return StockReservation(requests, max_new, flags, lengths if side.victims == "slo" else None)

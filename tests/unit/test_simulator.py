@@ -266,6 +266,18 @@ def mixture(seed: int, count: int = 250) -> Requests:
 
 
 @pytest.mark.parametrize("side", SIDES)
+def test_a_pool_that_holds_hardly_one_request(side: str) -> None:
+    """Prompts of up to 200 tokens, answers as long, and 400 slots, in chunks of 64."""
+    requests = mixture(1)
+    felt = run(requests, side, GROWING, pool_tokens=400, chunked_prefill_tokens=64)
+    assert felt.refused == felt.aborted == 0
+    # An answer ends where SGLang says that it must: prompt and answer are less than the pool.
+    room = 400 - 1 - requests.prompt - 1
+    assert (room < requests.output).any()
+    assert felt.tokens == int(np.minimum(requests.output, room).sum())
+
+
+@pytest.mark.parametrize("side", SIDES)
 def test_every_request_ends_once_with_all_of_its_tokens(side: str) -> None:
     requests = mixture(1)
     felt = run(requests, side, GROWING, pool_tokens=1500)

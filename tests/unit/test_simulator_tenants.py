@@ -129,7 +129,9 @@ def test_answers_of_a_tenant_say_nothing_about_those_of_another() -> None:
     def told_less(requests: Requests, first: int, last: int) -> bool:
         """Whether short answers of b make the estimate for ``last`` less than that for ``first``
         was before; an estimate is kept, so that two requests have to be asked about."""
-        lengths = Lengths(requests, parts_of(side, Flags.of(costs), costs, requests))
+        lengths = Lengths(
+            requests, requests.max_new.tolist(), parts_of(side, Flags.of(costs), costs, requests)
+        )
         unheard = lengths.of(first).predicted_tokens
         for one in range(1, count - 2):
             lengths.ended(one, 10)
