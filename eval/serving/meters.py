@@ -57,8 +57,10 @@ async def watch_kv(url: str, *, enabled: bool = True) -> AsyncIterator[KvPeak]:
     finally:
         if task is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            # Not `await task`: a stop by hand that arrives right now would look like the task's.
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
 
 
 async def _poll(url: str, peak: KvPeak) -> None:

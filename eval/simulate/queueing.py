@@ -22,6 +22,7 @@ from rich.table import Table
 
 from sglang_kvshare.scheduling.jobs import Waiting
 from sglang_kvshare.scheduling.order import Order, Windowed, miss_share, order_named
+from sglang_kvshare.scheduling.parts import ScheduleSettings
 
 MS_PER_TOKEN = 0.1
 MS_PER_BATCH = 5.0
@@ -93,14 +94,17 @@ def served(requests: list[Waiting], order: Order, batch_tokens: int) -> Waits:
     return Waits(statistics.mean(ranked), p99_ms, ranked[-1], max(ahead.values(), default=0))
 
 
-ORDERS: dict[str, Callable[[], Order]] = {
-    "fcfs": lambda: order_named("fcfs"),
-    "lpm, as SGLang": lambda: order_named("lpm"),
-    "hit-rate": lambda: order_named("hit-rate"),
-    "hit-rate, costs not grouped": lambda: Windowed("ungrouped", miss_share, 64, grouped=False),
-    "hit-rate, no window": lambda: order_named("hit-rate", UNBOUNDED),
-    "effective-cost": lambda: order_named("effective-cost"),
-    "effective-cost, no window": lambda: order_named("effective-cost", UNBOUNDED),
+#: Each is given the size of the window.
+ORDERS: dict[str, Callable[[int], Order]] = {
+    "fcfs": lambda window: order_named("fcfs"),
+    "lpm, as SGLang": lambda window: order_named("lpm"),
+    "hit-rate": lambda window: order_named("hit-rate", window),
+    "hit-rate, costs not grouped": lambda window: Windowed(
+        "ungrouped", miss_share, window, grouped=False
+    ),
+    "hit-rate, no window": lambda window: order_named("hit-rate", UNBOUNDED),
+    "effective-cost": lambda window: order_named("effective-cost", window),
+    "effective-cost, no window": lambda window: order_named("effective-cost", UNBOUNDED),
 }
 
 
@@ -110,6 +114,7 @@ def main() -> int:
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=8000)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--most-bypasses", type=int, default=ScheduleSettings().most_bypasses)
     args = parser.parse_args()
     table = Table(title=f"load {args.load:g}, batches of {args.batch_tokens:,} tokens")
     table.add_column("order")
@@ -117,7 +122,11 @@ def main() -> int:
         table.add_column(column, justify="right")
     for name, make in ORDERS.items():
         runs = [
-            served(arrivals(args.requests, args.load, seed), make(), args.batch_tokens)
+            served(
+                arrivals(args.requests, args.load, seed),
+                make(args.most_bypasses),
+                args.batch_tokens,
+            )
             for seed in range(args.seeds)
         ]
         mean, p99, worst = (

@@ -28,6 +28,14 @@ class PoolReader:
         """What stored keys and values are multiplied by; ``None`` for nothing."""
         return (layer.k_scale, layer.v_scale) if self._scaled else (None, None)
 
+    def factors(self, layer: Any) -> tuple[float, float]:
+        """:meth:`scales` as numbers, without asking the device; 1 for nothing."""
+        told = []
+        for name, scale in zip(("k_scale_float", "v_scale_float"), self.scales(layer), strict=True):
+            number = getattr(layer, name, None)
+            told.append(1.0 if scale is None else float(scale if number is None else number))
+        return told[0], told[1]
+
     def keys(self, layer: Any, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``[slots, kv_heads, head_dim]``, a copy."""
         stored = gather(self.pool.get_key_buffer(layer.layer_id), slots)

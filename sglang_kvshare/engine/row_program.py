@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,13 +26,15 @@ from sglang_kvshare.attention.kernels.check_scores import (
 )
 from sglang_kvshare.attention.upload import upload
 from sglang_kvshare.engine.kept_rows import Extend, KeptRows
-from sglang_kvshare.engine.narrowing import Look
 from sglang_kvshare.engine.ranks import Ranks
 from sglang_kvshare.plan import BoolArray, Int64Array, Placement, ReusePlan
 from sglang_kvshare.recompute.choice import Choice
 from sglang_kvshare.recompute.refresh_queue import LeftOver
 from sglang_kvshare.recompute.selectors import Need, Signals, choose, forced_tokens
 from sglang_kvshare.scheduling.forward_cost import Load
+
+if TYPE_CHECKING:
+    from sglang_kvshare.engine.narrowing import Look
 
 #: Values of which nothing is left are off by nothing, whatever the limit.
 _LEAST_SIZE = 1e-30
@@ -231,7 +234,7 @@ class RowProgram:
                 -choice.probe_tokens :
             ]
         layer = look.layer
-        scales = [1.0 if scale is None else float(scale) for scale in look.reader.scales(layer)]
+        key_scale, value_scale = look.reader.factors(layer)
         fresh_rows = np.full(look.slots[chunk.request].shape[0], -1, dtype=np.int64)
         fresh_rows[positions] = np.arange(rows.start, rows.stop)
         at, looking, seen, reused = upload(
@@ -249,8 +252,8 @@ class RowProgram:
             probe_positions=seen[: len(lookers) if attends else 0],
             reused=reused,
             scale=layer.scaling,
-            key_scale=scales[0],
-            value_scale=scales[1],
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         told = torch.zeros(len(TOLD) + 1, len(candidates), dtype=torch.float32, device=device)
         check_scores(check, told[: len(TOLD)])

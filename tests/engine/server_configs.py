@@ -3,10 +3,11 @@ differs from the others in many ways at once."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from server import ServerConfig
+from server import ServerConfig, free_port
 
 #: Any plan is carried out, so that small prompts do.
 EAGER = (
@@ -25,6 +26,16 @@ RANKS = (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 TENANTS = Path(__file__).with_name("tenants.yaml")
 TENANT_SECRET = "0123456789abcdef0123456789abcdef"
 NO_SEAMS = ("--kvshare-seam-tokens", "0", "--kvshare-tail-tokens", "0")
+
+
+#: A replica publishes at this port, or at as many behind it as its number says.
+EVENTS_PORT = free_port()
+
+
+def events(port: int) -> tuple[str, str]:
+    """Tell routers what is cached, as SGLang does."""
+    told = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"}
+    return ("--kv-events-config", json.dumps(told))
 
 
 def _configs(*configs: ServerConfig) -> dict[str, ServerConfig]:
@@ -84,6 +95,10 @@ CONFIGS = _configs(
     ),
     # Two processes, each with a core and half of the heads.
     ServerConfig("two_ranks", "llama", (*EAGER, *ROOM, *TWO), RANKS),
+    # Two schedulers, each with all heads and a pool of its own.
+    ServerConfig(
+        "two_replicas", "llama", (*EAGER, *ROOM, "--dp-size", "2", *events(EVENTS_PORT)), RANKS
+    ),
     ServerConfig(
         "two_ranks_tight",
         "llama",

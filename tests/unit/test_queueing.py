@@ -24,7 +24,7 @@ def test_one_at_a_time_waits_as_pollaczek_and_khinchine_say():
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_window_holds_and_without_one_nothing_does(name):
-    waits = served(arrivals(1200, load=1.5, seed=2), ORDERS[name](), batch_tokens=1024)
+    waits = served(arrivals(1200, load=1.5, seed=2), ORDERS[name](64), batch_tokens=1024)
     bounded = {"fcfs": 1, "hit-rate": 64, "effective-cost": 64, "hit-rate, costs not grouped": 64}
     assert waits.overtaken < bounded.get(name, UNBOUNDED)
     assert (waits.overtaken >= 64) == (name not in bounded)

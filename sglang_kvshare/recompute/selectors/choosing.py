@@ -121,8 +121,15 @@ def _best(scores: FloatArray, forced: BoolArray, count: int) -> BoolArray:
     left = count - int(forced.sum())
     if left > 0:
         open_ = np.flatnonzero(~forced & (scores > 0))
-        order = np.argsort(-scores[open_], kind="stable")
-        marked[open_[order[:left]]] = True
+        if left >= len(open_):
+            marked[open_] = True
+            return marked
+        # The score of the last one that is taken: linear, where sorting is not.
+        values = scores[open_]
+        last = np.partition(values, -left)[-left]
+        marked[open_[values > last]] = True
+        equal = open_[values == last]
+        marked[equal[: left - int((values > last).sum())]] = True
     return marked
 
 

@@ -146,9 +146,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype, pairing):
             faults = torch.zeros(2, 1, dtype=torch.int32)
             for kernel in (True, False):
                 told = cloned(layers)
-                copy_rotate(
-                    told, sources, targets, *positions, faults[int(kernel)], kernel=kernel
-                )
+                copy_rotate(told, sources, targets, *positions, faults[int(kernel)], kernel=kernel)
                 # It goes no further.
                 for buffer in (*told.keys, *told.values):
                     assert buffer[targets[: 2 if expected else 0]].float().isfinite().all()
