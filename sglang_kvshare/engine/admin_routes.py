@@ -166,14 +166,15 @@ def _number(given: Mapping[str, str], name: str, default: int, low: int, high: i
 async def _ask_schedulers(question: Mapping[str, Any]) -> list[dict[str, Any]]:
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    from sglang_kvshare.engine.control import ANSWER, message
+    from sglang_kvshare.engine.control import ANSWER, REPLICA, message
 
     manager = get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asking = asyncio.ensure_future(manager.get_internal_state_communicator(message(question)))
     # Given up, it goes on waiting: a late answer would else be taken for that of the next question.
     outputs = await asyncio.wait_for(asyncio.shield(asking), PATIENCE_S)
-    answers = [output.internal_state.get(ANSWER) for output in outputs]
+    states = sorted((one.internal_state for one in outputs), key=lambda one: one.get(REPLICA, 0))
+    answers = [state.get(ANSWER) for state in states]
     if None in answers:
         raise Failed("a scheduler does not know KVShare's questions")
     return answers
