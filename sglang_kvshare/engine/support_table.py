@@ -76,8 +76,10 @@ def _rows() -> Iterator[Row]:
     group = "Arguments"
     for refusal in (*support.ARGUMENT_REFUSALS, *support.CHOSEN_REFUSALS):
         yield Row(group, refusal.what, REFUSED, refusal.why, ARGUMENTS)
-    for what in ("--tp-size above 1", "--dp-size above 1"):
-        yield Row(group, what, SUPPORTED, "plans are equal on all ranks; not tried yet", _NO_CHECK)
+    why = "ranks plan alike and choose by the scores of all heads; tried with two on a CPU"
+    yield Row(group, "--tp-size above 1", SUPPORTED, why, _NO_CHECK)
+    why = "each replica has an index of its own; tried with two on a CPU"
+    yield Row(group, "--dp-size above 1", SUPPORTED, why, _NO_CHECK)
 
     group = "Device"
     yield Row(group, "CPU", SUPPORTED, "all tests run on one", _NO_CHECK)
