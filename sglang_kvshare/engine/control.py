@@ -62,14 +62,9 @@ def get_internal_state(original: Any, self: Any, recv_req: Any) -> Any:
         logger.exception("KVShare could not answer the operator")
         told = {"error": f"{type(error).__name__}: {error}", "status": 500}
     told["ranks_agree"] = _all_ranks_say(self, told)
-    return GetInternalStateReqOutput(internal_state={ANSWER: told, REPLICA: _replica()})
-
-
-def _replica() -> int:
-    """Number of this scheduler's replica."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel().dp_rank or 0
+    return GetInternalStateReqOutput(
+        internal_state={ANSWER: told, REPLICA: getattr(self.tree_cache, "replica", 0)}
+    )
 
 
 def answer(scheduler: Any, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,8 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         Unsupported: the model, its RoPE, its KV pool or the embedder is not served.
         TenantError: the tenants file cannot be used any more.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_kvshare.engine import hooks, tenancy, verdict
     from sglang_kvshare.engine.forward import prepare_worker
     from sglang_kvshare.engine.overwriting import Overwriter
@@ -99,6 +101,7 @@ def build_tree_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     cache = KVShareRadixCache(ctx.params, config, gate, metrics, layers, sketcher, limits)
     cache.retention.condemned.overwrite = Overwriter(ctx.tp_worker.model_runner)
     cache.schedule = build_schedule(cache, ctx, sketcher, tenants)
+    cache.replica = get_parallel().dp_rank or 0
     metrics.watch_schedule(cache.schedule.gauges)
     cache.swapping = build_swapping(
         cache, ctx.tp_worker.model_runner, config, ctx.tp_size, ctx.params.tp_cache_group
@@ -124,6 +127,8 @@ class KVShareRadixCache(SwappableRadixCache):
         limits: Mapping[str, Limits] | None = None,
     ) -> None:
         self.config = config
+        #: Number of this scheduler's replica.
+        self.replica = 0
         #: Of every tenant that the operator named.
         self.limits = dict(limits or {})
         self.retention = Retention(self, self.limits)
