@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvshare_eval.errors import EvalError
 from kvshare_eval.run_dir import RunDir
+from kvshare_eval.serving import interruptible
 from kvshare_eval.serving.load import Measured
 from kvshare_eval.serving.plan import (
     Arrivals,
@@ -118,7 +118,7 @@ class Runner:
         """
         made, key = self._arrivals(window), window.key(side)
         client = self._clients[window.spec.text]
-        got = asyncio.run(
+        got = interruptible.run(
             measure(
                 self._sides[side],
                 made,
@@ -162,7 +162,7 @@ class Runner:
         window = Window(spec, None, CALIBRATION)
         made = self._arrivals(window)
         load = type(made.load)(made.load.warm_up, made.load.requests[: self._sweep.amount.closed])
-        got = asyncio.run(
+        got = interruptible.run(
             measure(
                 self._sides[self._baseline],
                 Arrivals(load, None, None),
