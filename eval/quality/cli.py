@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvshare_eval import interruptible
 from kvshare_eval.asking import Asker
 from kvshare_eval.command_line import plain_command, plain_words
 from kvshare_eval.errors import EvalError
@@ -189,7 +189,7 @@ def quality(
         address = stack.enter_context(server_or_url(model, url, flags, console=console))
         counting = stack.enter_context(Counting(console))
         methods = parse_methods(settings.methods)
-        asyncio.run(
+        interruptible.run(
             _measure(
                 Asker(address, concurrency=concurrency, api_key=api_key),
                 tokenizer or model,

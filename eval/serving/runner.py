@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvshare_eval import interruptible
 from kvshare_eval.errors import EvalError
 from kvshare_eval.run_dir import RunDir
-from kvshare_eval.serving import interruptible
 from kvshare_eval.serving.load import Measured
 from kvshare_eval.serving.plan import (
     Arrivals,

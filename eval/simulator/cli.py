@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvshare_eval import interruptible
 from kvshare_eval.command_line import plain_command
 from kvshare_eval.errors import EvalError
 from kvshare_eval.front import told
@@ -111,7 +111,7 @@ def calibrate(
     from kvshare_eval.simulator.calibrate import calibrate as measure
 
     plan = Plan(_ints(prompt_tokens), _ints(batches), _ints(context_tokens), repeats=repeats)
-    found = asyncio.run(measure(url.rstrip("/"), load_costs(costs), plan, say=typer.echo))
+    found = interruptible.run(measure(url.rstrip("/"), load_costs(costs), plan, say=typer.echo))
     made = found.costs
     if host_memory:
         bandwidth = copy_bandwidth()
@@ -159,7 +159,7 @@ def validate(
 
     made = make_workload(workload, requests, seed, data).at_rate(rate)
     made = replace(made, max_new=made.output, ignore_eos=True)
-    compared, flags = asyncio.run(
+    compared, flags = interruptible.run(
         measure(url.rstrip("/"), made, load_costs(costs), side_named(side), seed=seed)
     )
     rows = [["figure", "measured ms", "simulated ms", "simulated / measured", f"{WITHIN:.0%}"]]

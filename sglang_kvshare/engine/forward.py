@@ -22,7 +22,7 @@ from sglang_kvshare.config import KVShareConfig
 from sglang_kvshare.engine.admission import settle
 from sglang_kvshare.engine.attention_backends import row_attention_of
 from sglang_kvshare.engine.geometry import check_pool, layer_geometries
-from sglang_kvshare.engine.graphs import most_decode_rows, without_prefill_graphs
+from sglang_kvshare.engine.graphs import check_graphs, most_decode_rows, without_prefill_graphs
 from sglang_kvshare.engine.kept_rows import Extend
 from sglang_kvshare.engine.narrowing import narrowed
 from sglang_kvshare.engine.placement import Placer
@@ -74,6 +74,7 @@ def prepare_worker(worker: Any, config: KVShareConfig) -> None:
     runner = worker.model_runner
     check_model(runner.model)
     check_pool(runner.token_to_kv_pool)
+    check_graphs(runner)
     row_attention = row_attention_of(runner)
     layers = layer_geometries(runner.model, runner.model_config.context_len)
     if str(runner.device) == "cpu":

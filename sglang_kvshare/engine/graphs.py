@@ -15,16 +15,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_kvshare.engine.seams import SeamError
+
 _NAME = "prefill_cuda_graph_runner"
+_CAPTURED = "decode_cuda_graph_capture_bs"
+
+
+def check_graphs(runner: Any) -> None:
+    """
+    Raises:
+        SeamError: ``runner`` keeps its graphs elsewhere, so that none would be bypassed.
+    """
+    for name in (_NAME, _CAPTURED):
+        if not hasattr(runner, name):
+            raise SeamError(f"ModelRunner has no {name} (needed for: captured graphs)")
 
 
 @contextmanager
 def without_prefill_graphs(runner: Any) -> Iterator[None]:
     """Run extends of ``runner`` (a ``ModelRunner``) eagerly inside this context."""
-    graphs = getattr(runner, _NAME, None)
-    if graphs is None:
-        yield
-        return
+    graphs = getattr(runner, _NAME)
     setattr(runner, _NAME, None)
     try:
         yield
@@ -34,6 +44,6 @@ def without_prefill_graphs(runner: Any) -> Iterator[None]:
 
 def most_decode_rows(runner: Any) -> int:
     """Rows that a decode batch of ``runner`` may have in all and still be replayed, or run."""
-    captured = getattr(runner, "decode_cuda_graph_capture_bs", None)
+    captured = getattr(runner, _CAPTURED)
     most = int(runner.max_running_requests)
     return min(most, max(captured)) if captured else most

@@ -10,11 +10,14 @@ are ``[requests of the batch, vocabulary]`` (``min_new_tokens``: a count a reque
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -22,7 +25,13 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     result = original(self, *args, **kwargs)
     orchestrator = self.sampling_info.penalizer_orchestrator
     if orchestrator.is_required:
-        count_again(orchestrator, [_counted(req, self.enable_overlap) for req in self.reqs])
+        try:
+            count_again(orchestrator, [_counted(req, self.enable_overlap) for req in self.reqs])
+        except Exception:
+            logger.exception("KVShare could not count again what was said; SGLang counts anew")
+            fault = getattr(self.tree_cache, "fault", None)
+            if fault is not None:
+                fault("penalties")
     return result
 
 

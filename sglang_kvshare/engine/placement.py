@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvshare.attention.kernels.slots import gather
 from sglang_kvshare.attention.layerwise_copy import Copying, LayerwiseCopy, Moves
 from sglang_kvshare.engine.geometry import LayerGeometry
 from sglang_kvshare.engine.ranks import Ranks
@@ -82,13 +83,3 @@ class Placer:
                 rows = gather(buffer(layer.layer_id), slots).float()
                 valid &= rows.flatten(1).isfinite().all(1)
         return slots[self._ranks.add_up((~valid).int()) > 0]
-
-
-def gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """``buffer[slots]``, a copy, for every dtype of a pool."""
-    return _indexable(buffer).index_select(0, slots).view(buffer.dtype)
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """PyTorch indexes FP8 tensors on some devices only, but bytes on all."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_kvshare.engine.placement import gather
+from sglang_kvshare.attention.kernels.slots import gather
 
 #: The backend that writes to an FP8 pool and reads from it without the layer's scales.
 _UNSCALED_BACKEND = "TorchNativeAttnBackend"

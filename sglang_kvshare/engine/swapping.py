@@ -44,6 +44,7 @@ from sglang_kvshare.engine.branches import depth_of, exact_ancestor, path_tokens
 from sglang_kvshare.engine.eligibility import is_special
 from sglang_kvshare.engine.host_copies import Copier, Enqueued, Job
 from sglang_kvshare.engine.host_memory import Extent
+from sglang_kvshare.engine.ranks import Ranks
 from sglang_kvshare.engine.state import RequestState, state_of
 from sglang_kvshare.engine.tenant_nodes import tenant_of
 from sglang_kvshare.scheduling.host_pool import HostPool
@@ -112,11 +113,6 @@ class HostCopy:
         return self.end - self.start
 
 
-def _alone(mine: bool) -> bool:
-    """There is one rank."""
-    return mine
-
-
 @dataclass
 class Swapping:
     """Owner of all host copies of one scheduler process; all methods are for its thread.
@@ -136,7 +132,7 @@ class Swapping:
     pool: HostPool = field(default_factory=lambda: HostPool(0))
     cost: PreemptionCost = field(default_factory=lambda: PreemptionCost(1))
     way: str = "auto"
-    agree: Callable[[bool], bool] = _alone
+    agree: Callable[[bool], bool] = Ranks().all_say
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -662,7 +658,7 @@ def build_swapping(cache: Any, runner: Any, config: Any, ranks: int, group: Any)
         HostPool(copier.capacity_tokens),
         PreemptionCost(copier.bytes_per_token),
         config.preempt,
-        _alone if ranks == 1 else lambda mine: _all_say(mine, group),
+        Ranks(cpu_group=None if ranks == 1 else group).all_say,
         ranks,
     )
     begin = time.perf_counter()
@@ -681,11 +677,3 @@ def build_swapping(cache: Any, runner: Any, config: Any, ranks: int, group: Any)
         (time.perf_counter() - begin) * 1e3,
     )
     return swapping
-
-
-def _all_say(mine: bool, group: Any) -> bool:
-    import torch.distributed as dist
-
-    said = torch.tensor([int(mine)])
-    dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
-    return bool(said.item())

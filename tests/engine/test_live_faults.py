@@ -44,6 +44,7 @@ BREAKS = {
     "copy": Break(
         "copy", "sglang_kvshare.attention.kernels.copy_rotate.rotate_", "placement_failed"
     ),
+    "a copy that has begun": Break("copy", ENGINE + "forward._check", "placement_failed"),
     "narrow": Break("narrow", ENGINE + "row_attention.attend", "narrowing_failed"),
     "probe": Break("select", ENGINE + "forward.run_probes", "selection_failed", BY_QUERY),
     "check layer": Break(

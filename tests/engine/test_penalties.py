@@ -103,6 +103,18 @@ def test_new_requests_and_requests_without_penalties_are_left_alone():
             assert torch.equal(was, now)
 
 
+def test_a_fault_is_counted_and_the_batch_goes_on(monkeypatch):
+    from sglang_kvshare.engine import penalties
+
+    batch, fresh = orchestrator([request([3, 3], SETTINGS[0])])
+    faults = []
+    batch.enable_overlap, batch.tree_cache = False, SimpleNamespace(fault=faults.append)
+    batch.sampling_info = SimpleNamespace(penalizer_orchestrator=fresh)
+    monkeypatch.setattr(penalties, "_KINDS", {})
+    assert penalties.prepare_for_extend(lambda self: "result", batch) == "result"
+    assert faults == ["penalties"]
+
+
 def test_every_penalizer_that_sglang_makes_is_known():
     from sglang_kvshare.engine.penalties import _KINDS
 

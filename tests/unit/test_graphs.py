@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvshare.engine.graphs import most_decode_rows, without_prefill_graphs
+from sglang_kvshare.engine.graphs import check_graphs, most_decode_rows, without_prefill_graphs
+from sglang_kvshare.engine.seams import SeamError
 from sglang_kvshare.scheduling.refresh_pace import NO_LIMIT, RefreshPace
 
 
@@ -22,16 +23,21 @@ def test_prefill_graphs_are_left_out_and_come_back():
 
 
 def test_where_there_are_none_nothing_changes():
-    for runner in (SimpleNamespace(), SimpleNamespace(prefill_cuda_graph_runner=None)):
-        before = dict(vars(runner))
-        with without_prefill_graphs(runner):
-            assert vars(runner) == before
-        assert vars(runner) == before
+    runner = SimpleNamespace(prefill_cuda_graph_runner=None)
+    with without_prefill_graphs(runner):
+        assert runner.prefill_cuda_graph_runner is None
+    assert runner.prefill_cuda_graph_runner is None
 
 
-@pytest.mark.parametrize(
-    ("captured", "most"), [([1, 2, 8], 8), ([1, 64], 24), ([], 24), (None, 24)]
-)
+def test_a_runner_that_keeps_its_graphs_elsewhere_is_refused():
+    check_graphs(SimpleNamespace(prefill_cuda_graph_runner=None, decode_cuda_graph_capture_bs=[]))
+    with pytest.raises(SeamError, match="prefill_cuda_graph_runner"):
+        check_graphs(SimpleNamespace(decode_cuda_graph_capture_bs=[]))
+    with pytest.raises(SeamError, match="decode_cuda_graph_capture_bs"):
+        check_graphs(SimpleNamespace(prefill_cuda_graph_runner=None))
+
+
+@pytest.mark.parametrize(("captured", "most"), [([1, 2, 8], 8), ([1, 64], 24), ([], 24)])
 def test_refresh_rows_stay_within_what_was_captured(captured, most):
     runner = SimpleNamespace(max_running_requests=24, decode_cuda_graph_capture_bs=captured)
     assert most_decode_rows(runner) == most

@@ -16,7 +16,7 @@ from sglang_kvshare.attention.kernels.stored_words import POOL_DTYPES, words_of
 from sglang_kvshare.attention.layerwise_copy import Moves
 from sglang_kvshare.engine.geometry import LayerGeometry
 from sglang_kvshare.engine.placement import Placer
-from sglang_kvshare.recompute.rope import Rotation
+from sglang_kvshare.recompute.rope import Rotation, plan_move, rotate_, rounded
 
 pytestmark = pytest.mark.unit
 SLOTS, HEADS, DIM = 30, 2, 8
@@ -39,23 +39,32 @@ class Pool:
 
 @pytest.mark.parametrize("fault", [None, "keys", "values"])
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_the_reference_is_what_the_server_places_with(dtype, fault):
-    """Bit for bit, and with the same verdict."""
+def test_the_server_places_what_a_slow_copy_gives(dtype, fault):
+    """Token by token, bit for bit, with the same verdict; and again when the pool has moved."""
     rotations = [rotation(), None, rotation("gptj", 1.3, 4), rotation()]
-    ours = buffers(dtype), buffers(dtype, seed=1)
+    drawn = buffers(dtype), buffers(dtype, seed=1)
     if fault is not None:
-        ours[fault == "values"][2][3, 1, 0] = float("nan")
-    theirs = [[x.clone() for x in each] for each in ours]
+        drawn[fault == "values"][2][3, 1, 0] = float("nan")
     slots = torch.tensor([[3, 9, 11], [0, 20, 6]])
     positions = torch.tensor([[5, 99, 0], [70, 2, 0]])
-    faults = torch.zeros(1, dtype=torch.int32)
-    copy_rotate(pool_layers(*ours, rotations), *slots, *positions, faults)
-    geometries = [LayerGeometry(number, each) for number, each in enumerate(rotations)]
-    placed = Placer(Pool(*theirs), geometries).place(Moves(*slots, *positions))
-    assert placed.finite() == (fault is None)
-    assert faults.tolist() == [int(fault is not None)]
-    for one, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    pool = Pool(*([x.clone() for x in each] for each in drawn))
+    placer = Placer(pool, [LayerGeometry(number, each) for number, each in enumerate(rotations)])
+    for _ in range(2):
+        ours = [[x.clone() for x in each] for each in drawn]
+        pool.get_key_buffer, pool.get_value_buffer = (each.__getitem__ for each in ours)
+        assert placer.finite(placer.place(Moves(*slots, *positions))) == (fault is None)
+        for number, how in enumerate(rotations):
+            for at in range(slots.shape[1]):
+                source, target = slots[:, at].tolist()
+                key, value = (each[number][source] for each in drawn)
+                if how is not None:
+                    move = plan_move(how, positions[0, at, None], positions[1, at, None])
+                    key = rounded(rotate_(key[None].float(), move), dtype)[0]
+                for told, right in ((ours[0], key), (ours[1], value)):
+                    told, right = told[number][target].float(), right.float()
+                    # What is not finite has become 0.
+                    right = torch.where(right.isfinite(), right, torch.zeros_like(right))
+                    assert torch.equal(told, right), (number, at)
 
 
 def test_nothing_to_copy_is_nothing_done():

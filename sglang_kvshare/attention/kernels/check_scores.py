@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvshare.attention.attention_mass import attention_mass, influence
+from sglang_kvshare.attention.kernels.slots import gather
 from sglang_kvshare.attention.kernels.stored_words import POOL_DTYPES
 from sglang_kvshare.attention.kernels.where import takes_kernel
 
@@ -167,9 +168,8 @@ def _changes(layer: CheckLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _stored(buffer: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:
-    """fp32 copy of ``buffer[slots]`` times ``scale``; PyTorch does not index FP8 everywhere."""
-    indexable = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
-    return indexable.index_select(0, slots).view(buffer.dtype).float() * scale
+    """fp32 copy of ``buffer[slots]`` times ``scale``."""
+    return gather(buffer, slots).float() * scale
 
 
 def _check(layer: CheckLayer) -> None:

@@ -1,8 +1,7 @@
 """Gather, rotate and scatter of donor keys and values, for all layers of a pool in one launch.
 
-What it does is what ``engine/placement.py`` does layer by layer: values and keys of layers without
-a rotation are copied bit for bit, other keys are rotated from the donor's position to the new one
-in fp32 and rounded once (:mod:`sglang_kvshare.recompute.rope`).
+Values and keys of layers without a rotation are copied bit for bit, other keys are rotated from the
+donor's position to the new one in fp32 and rounded once (:mod:`sglang_kvshare.recompute.rope`).
 
 Each stored byte is read once and written once. Cosine and sine of the move come from the model's
 table inside the kernel, once for :data:`GROUP_LAYERS` layers, which is cheaper than a launch that
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_kvshare.attention.kernels.slots import gather, scatter
 from sglang_kvshare.attention.kernels.stored_words import POOL_DTYPES
 from sglang_kvshare.attention.kernels.where import takes_kernel
 from sglang_kvshare.recompute.rope import KeyMove, Rotation, plan_move, rotate_, rounded
@@ -160,7 +160,7 @@ def copy_rotate_reference(
     moves: dict[int, KeyMove] = {}
     extremes: list[torch.Tensor] = []
     for keys, values, rotation in zip(layers.keys, layers.values, layers.rotations, strict=True):
-        donors = _gather(keys, source_slots)
+        donors = gather(keys, source_slots)
         if rotation is not None:
             move = moves.get(id(rotation))
             if move is None:
@@ -171,18 +171,18 @@ def copy_rotate_reference(
             donors = rounded(turned, keys.dtype)
         else:
             extremes += _extremes(donors)
-        _scatter(keys, target_slots, donors)
-        donors = _gather(values, source_slots)
+        scatter(keys, target_slots, donors)
+        donors = gather(values, source_slots)
         extremes += _extremes(donors)
-        _scatter(values, target_slots, donors)
+        scatter(values, target_slots, donors)
     # Not a number compares as false.
     finite = torch.stack(extremes).abs_().amax() <= largest(layers.keys[0].dtype)
     faults.logical_or_(~finite)
     if not finite:
         for buffer in (*layers.keys, *layers.values):
-            rows = _gather(buffer, target_slots)
+            rows = gather(buffer, target_slots)
             rows = torch.where(rows.float().isfinite(), rows, torch.zeros_like(rows))
-            _scatter(buffer, target_slots, rows)
+            scatter(buffer, target_slots, rows)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -195,19 +195,6 @@ def _extremes(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = stored.float() if stored.dtype.itemsize == 1 else stored
     low, high = torch.aminmax(wide)
     return low.float(), high.float()
-
-
-def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return _indexable(buffer).index_select(0, slots).view(buffer.dtype)
-
-
-def _scatter(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    _indexable(buffer).index_copy_(0, slots, _indexable(rows))
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """PyTorch indexes FP8 tensors on some devices only, but bytes on all."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 # --- the tables -----------------------------------------------------------------------------------
